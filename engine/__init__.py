@@ -1,0 +1,1 @@
+"""Eyas engine: speculative decoding for MLA models. Token ids only; knows nothing of text or HTTP."""

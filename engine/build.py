@@ -1,0 +1,230 @@
+"""Assembles an engine: configuration, weights, KV pool, backend, state, runner and scheduler."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from engine.attention import AttentionBackend, AttentionSpec, make_backend
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.kv.pool import LatentPool
+from engine.model.loader import LoadedModel, load_model
+from engine.options import EngineOptions
+from engine.resolve import (
+    CPU_POOL_BYTES,
+    Resolved,
+    pages_in,
+    pages_wanted,
+    resolve,
+    resolve_max_model_len,
+)
+from engine.runner import Runner
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.state import SlotState
+from engine.types import EngineInfo, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an ``Engine`` is made of."""
+
+    info: EngineInfo
+    runner: Runner
+    scheduler: Scheduler
+
+
+def build(path: Path, options: EngineOptions, progress: Callable[[Progress], None]) -> Parts:
+    """Load ``path`` and assemble an engine as ``options`` say.
+
+    Raises:
+        ConfigError: An option or configuration value that cannot be honoured.
+        CheckpointError: A damaged or incomplete checkpoint.
+    """
+    config = ModelConfig.from_dir(path)
+    resolved = resolve(options, config)
+    limit = resolve_max_model_len(options, config)
+    spec = AttentionSpec(
+        device=resolved.device,
+        dtype=resolved.dtype,
+        num_heads=config.num_attention_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        latent_dim=config.latent_dim,
+        softmax_scale=config.softmax_scale,
+        page_size=resolved.page_size,
+    )
+    backend = make_backend(options.attention_backend, spec)
+    progress(Progress(stage="loading", done=0, total=1))
+    model = load_model(
+        path,
+        config,
+        dtype=resolved.dtype,
+        device=resolved.device,
+        max_positions=limit + _overrun(resolved),
+        with_draft=resolved.num_speculative_tokens > 0,
+    )
+    progress(Progress(stage="warming", done=0, total=1))
+    factory = _Factory(options, config, resolved, backend, model)
+    num_pages = factory.size_pool(limit)
+    max_model_len = _clamp(limit, num_pages, options, resolved)
+    parts = factory.assemble(num_pages, max_model_len)
+    parts.runner.warm_up(factory.warm_up_tokens(max_model_len))
+    progress(Progress(stage="warming", done=1, total=1))
+    return parts
+
+
+def _clamp(limit: int, num_pages: int, options: EngineOptions, resolved: Resolved) -> int:
+    """The context length that one request can reach in a pool of ``num_pages``."""
+    room = (num_pages - 1) * resolved.page_size
+    if options.max_model_len is not None and options.max_model_len > room:
+        raise ConfigError(
+            f"max_model_len={options.max_model_len}: the KV pool of {num_pages - 1} pages of "
+            f"{resolved.page_size} holds only {room} positions"
+        )
+    if room < 2:
+        raise ConfigError(f"num_kv_pages={num_pages}: holds only {room} positions, no request can run in it")
+    return min(limit, room)
+
+
+def _overrun(resolved: Resolved) -> int:
+    """Positions past the context end that a step can touch; without a page, they land in the scratch page.
+
+    A row one token short of the end runs a whole step, in overlap two, and the draft steps reach further.
+    """
+    return resolved.stride * resolved.steps_ahead + resolved.draft_reach
+
+
+class _Factory:
+    """Builds a runner, and the scheduler that fits it, over a pool of any size."""
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        config: ModelConfig,
+        resolved: Resolved,
+        backend: AttentionBackend,
+        model: LoadedModel,
+    ) -> None:
+        self._options = options
+        self._config = config
+        self._resolved = resolved
+        self._backend = backend
+        self._model = model
+
+    def size_pool(self, limit: int) -> int:
+        """Pages of the pool, the scratch page included."""
+        if self._options.num_kv_pages is not None:
+            return self._options.num_kv_pages
+        on_cpu = self._resolved.device.type == "cpu"
+        budget = CPU_POOL_BYTES if on_cpu else self._measure_gpu_budget(limit)
+        fitting = pages_in(budget, self._resolved, self._config)
+        pages = min(fitting, pages_wanted(self._options, self._resolved, limit))
+        if pages < 2:
+            raise ConfigError(f"no memory is left for a KV pool: {budget} bytes do not hold two pages")
+        return pages
+
+    def _measure_gpu_budget(self, limit: int) -> int:
+        """Bytes for the pool: the allowed share of the GPU less the peak of a full prefill chunk and step."""
+        device = self._resolved.device
+        torch.cuda.reset_peak_memory_stats(device)
+        self.runner(2, limit).warm_up(self.warm_up_tokens(limit))
+        torch.cuda.synchronize(device)
+        free, total = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        outside = total - free - held  # CUDA context, libraries, other processes
+        return int(total * self._options.gpu_memory_utilization) - outside - peak
+
+    def warm_up_tokens(self, max_model_len: int) -> int:
+        """Tokens of the largest prefill."""
+        return min(self._options.prefill_chunk_size, max_model_len)
+
+    def runner(self, num_pages: int, max_model_len: int) -> Runner:
+        resolved, config = self._resolved, self._config
+        pool = LatentPool(
+            num_layers=config.num_hidden_layers + (1 if resolved.num_speculative_tokens else 0),
+            num_pages=num_pages,
+            page_size=resolved.page_size,
+            latent_dim=config.latent_dim,
+            dtype=resolved.dtype,
+            device=resolved.device,
+        )
+        positions = max_model_len + _overrun(resolved)
+        state = SlotState(
+            num_slots=self._options.max_num_seqs,
+            num_speculative_tokens=resolved.num_speculative_tokens,
+            vocab_size=config.vocab_size,
+            table_width=-(-positions // resolved.page_size),
+            device=resolved.device,
+        )
+        return Runner(
+            model=self._model,
+            backend=self._backend,
+            pool=pool,
+            state=state,
+            num_speculative_tokens=resolved.num_speculative_tokens,
+            draft_reach=resolved.draft_reach,
+        )
+
+    def assemble(self, num_pages: int, max_model_len: int) -> Parts:
+        options, resolved = self._options, self._resolved
+        scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=options.max_num_seqs,
+                num_pages=num_pages,
+                page_size=resolved.page_size,
+                prefill_chunk_size=options.prefill_chunk_size,
+                max_model_len=max_model_len,
+                stride=resolved.stride,
+                prefix_cache=options.prefix_cache,
+                cache_salt=self._cache_salt(),
+            )
+        )
+        longest = scheduler.config.max_request_tokens
+        if longest < 2:
+            raise ConfigError(
+                f"num_kv_pages={num_pages}: pages of {resolved.page_size} positions are too few for one request "
+                f"with {resolved.num_speculative_tokens} drafts a step"
+            )
+        info = self._info(num_pages, max_model_len, longest)
+        return Parts(info, self.runner(num_pages, max_model_len), scheduler)
+
+    def _cache_salt(self) -> bytes:
+        """Root of the prefix cache's keys: everything that changes what KV a token leaves."""
+        parts = [str(Path(self._options.model).resolve()), repr(self._config), repr(self._resolved)]
+        return hashlib.sha256("\0".join(parts).encode()).digest()
+
+    def _info(self, num_pages: int, max_model_len: int, max_request_tokens: int) -> EngineInfo:
+        options, config, resolved = self._options, self._config, self._resolved
+        dtype = str(resolved.dtype).removeprefix("torch.")
+        changed = {
+            "device": str(resolved.device),
+            "dtype": dtype,
+            "schedule": resolved.schedule,
+            "attention_backend": self._backend.name,
+            "max_model_len": str(max_model_len),
+            "num_kv_pages": str(num_pages),
+            "threads": str(torch.get_num_threads()),
+        }
+        shown = {name: str(value) for name, value in msgspec.structs.asdict(options).items()} | changed
+        return EngineInfo(
+            model_type=config.model_type,
+            vocab_size=config.vocab_size,
+            max_model_len=max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            num_speculative_tokens=resolved.num_speculative_tokens,
+            num_pages=num_pages,
+            page_size=resolved.page_size,
+            max_request_tokens=max_request_tokens,
+            eos_token_ids=tuple(config.eos_token_ids),
+            device=str(resolved.device),
+            dtype=dtype,
+            attention_backend=self._backend.name,
+            schedule=resolved.schedule,
+            resolved=shown,
+        )

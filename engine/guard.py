@@ -1,0 +1,64 @@
+"""The guard against non-finite values: detection on the device, in every row that decides a token.
+
+A fault of the target halts its slot on the device: the step emits nothing for it, and every later step of the
+slot, one already launched included, is a no-op whose writes go to the scratch page. A fault of the draft only drops
+drafts. Flags travel with the step's results; there is no synchronisation.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import Final
+
+import torch
+from torch import Tensor
+
+
+class Flag(IntFlag):
+    """Bits of a row's flag word."""
+
+    TARGET_NAN = 1
+    """A verify row that decides a token holds a NaN."""
+    TARGET_INF = 2
+    """The same with an infinity and no NaN."""
+    IGNORED = 4
+    """A verify row past the accepted ones is not finite: nothing depends on it."""
+    DRAFT_NAN = 8
+    DRAFT_INF = 16
+    PREFILL_NAN = 32
+    """The target's hidden states of a prefill hold a NaN."""
+    PREFILL_INF = 64
+
+
+HALTING: Final = Flag.TARGET_NAN | Flag.TARGET_INF | Flag.PREFILL_NAN | Flag.PREFILL_INF
+"""Flags of a slot that must not go on."""
+
+
+def classify(values: Tensor, nan: Flag, inf: Flag) -> Tensor:
+    """``nan``, ``inf`` or 0 for each row of ``values`` ``[..., V]``: int64 ``[...]``.
+
+    The sum of a row is finite exactly when all of it is (float32 sums of logits do not overflow).
+    """
+    total = values.sum(dim=-1, dtype=torch.float32)
+    has_nan = values.amax(dim=-1).isnan()  # amax hands a NaN on
+    kind = torch.where(has_nan, int(nan), int(inf))
+    return torch.where(total.isfinite(), 0, kind)
+
+
+def reduce_rows(flags: Tensor, rows: Tensor) -> Tensor:
+    """Bitwise or over the positions of each row where ``rows`` is True: ``[B, W]`` twice -> ``[B]`` int64.
+
+    Positions carry one kind of flag each, of the two that ``classify`` was given; the lesser one (NaN) wins where
+    both are present.
+    """
+    found = torch.where(rows & (flags > 0), flags, _NONE)
+    least = found.amin(dim=-1)
+    return torch.where(least == _NONE, 0, least)
+
+
+_NONE: Final = 1 << 30
+
+
+def is_halted(flags: Tensor) -> Tensor:
+    """Whether a flag word halts its slot: bool of the same shape."""
+    return (flags & int(HALTING)) != 0

@@ -1,0 +1,135 @@
+"""Building blocks: root-mean-square norm, projection, dense MLP. Activations are ``[N, features]``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model.half import HalfWeight, pack
+
+MAX_PACKED_HEADS = 8
+"""More heads cost less as one batched product than as single calls."""
+
+
+def parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised parameter for inference."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+
+class RmsNorm(nn.Module):
+    """``y = x / sqrt(mean(x^2) + eps) * weight`` in fp32, returned in the dtype of ``x``."""
+
+    scaled_weight: Tensor
+    offset: Tensor
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.weight = parameter(size, dtype=dtype)
+
+    def prepare(self) -> None:
+        """Constants of the CPU form below; called once the weight is loaded."""
+        weight = self.weight.float() * math.sqrt(self.size)
+        offset = torch.tensor(math.sqrt(self.size * self.eps), device=weight.device)
+        self.register_buffer("scaled_weight", weight, persistent=False)
+        self.register_buffer("offset", offset, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` ``[..., size]``."""
+        if x.is_cuda:
+            return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        # sqrt(size) times the root mean square is hypot(|x|, sqrt(size * eps)): four cheap kernels where
+        # the CPU's rms_norm runs six.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return (x / torch.hypot(norm, self.offset) * self.scaled_weight).to(x.dtype)
+
+
+class Projection(nn.Module):
+    """``y = x @ weight`` with ``weight`` ``[in_features, out_features]``.
+
+    Args:
+        input_major: Memory order of the weight. A CPU multiplies one row fastest by a matrix stored input
+            by input; GPU libraries prefer the checkpoint's order, output by output.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, dtype: torch.dtype, input_major: bool
+    ) -> None:
+        super().__init__()
+        self._half: HalfWeight | None = None
+        self.weight: nn.Parameter | None
+        if input_major:
+            self.weight = parameter(in_features, out_features, dtype=dtype)
+        else:
+            weight = torch.empty(out_features, in_features, dtype=dtype).t()
+            self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def prepare(self) -> None:
+        """Replace the weight by its packed form where that is possible."""
+        assert self.weight is not None
+        self._half = pack(self.weight.t())
+        if self._half is not None:
+            self.weight = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, in_features]`` to ``[N, out_features]``."""
+        if self._half is not None:
+            return self._half(x)
+        assert self.weight is not None
+        return torch.mm(x, self.weight)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """``residual + forward(x)``."""
+        if self._half is not None:
+            return self._half(x) + residual
+        assert self.weight is not None
+        return torch.addmm(residual, x, self.weight)
+
+
+class HeadProjection(nn.Module):
+    """One product for each head: ``[N, heads, in_features]`` to ``[N, heads, out_features]``.
+
+    ``weight`` is ``[heads, in_features, out_features]``.
+    """
+
+    def __init__(self, heads: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._halves: list[HalfWeight] = []
+        self.weight: nn.Parameter | None = parameter(heads, in_features, out_features, dtype=dtype)
+
+    def prepare(self) -> None:
+        """Replace the weight by its heads' packed forms where that is possible and their number is small."""
+        assert self.weight is not None
+        if self.weight.shape[0] > MAX_PACKED_HEADS:
+            return
+        halves = [pack(head.t()) for head in self.weight]
+        self._halves = [half for half in halves if half is not None]
+        if len(self._halves) == len(halves):
+            self.weight = None
+        else:
+            self._halves = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._halves:
+            return torch.stack([half(x[:, head]) for head, half in enumerate(self._halves)], dim=1)
+        assert self.weight is not None
+        return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+
+
+class DenseMlp(nn.Module):
+    """``down(silu(gate(x)) * up(x))``, gate and up as one projection."""
+
+    def __init__(self, hidden: int, intermediate: int, *, dtype: torch.dtype, input_major: bool) -> None:
+        super().__init__()
+        self.intermediate = intermediate
+        self.gate_up = Projection(hidden, 2 * intermediate, dtype=dtype, input_major=input_major)
+        self.down = Projection(intermediate, hidden, dtype=dtype, input_major=input_major)
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual`` plus the MLP of ``x``, both ``[N, hidden]``."""
+        gate, up = self.gate_up(x).split(self.intermediate, dim=-1)
+        return self.down.add_to(residual, F.silu(gate) * up)

@@ -1,0 +1,93 @@
+"""From options and a checkpoint's configuration to what will run; pure, except for looking at the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import ModelConfig
+from engine.errors import ConfigError
+from engine.kv.pool import pool_bytes_per_token
+from engine.options import EngineOptions
+
+CPU_POOL_BYTES = 384 << 20
+"""Largest KV pool on a CPU unless ``num_kv_pages`` says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What the engine will run with."""
+
+    device: torch.device
+    dtype: torch.dtype
+    schedule: str
+    num_speculative_tokens: int
+    page_size: int
+
+    @property
+    def stride(self) -> int:
+        """W: query positions of a row in one step."""
+        return self.num_speculative_tokens + 1
+
+    @property
+    def draft_reach(self) -> int:
+        """Positions past the accepted tokens that the K - 1 draft steps write."""
+        return max(0, self.num_speculative_tokens - 1)
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that can be launched before their predecessor's results are known, that one included."""
+        return 2 if self.schedule == "overlap" else 1
+
+
+def resolve(options: EngineOptions, config: ModelConfig) -> Resolved:
+    """Replace every ``auto``.
+
+    Raises:
+        ConfigError: A choice that this checkpoint or machine cannot honour, naming option and value.
+    """
+    name = options.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda': torch sees no CUDA device here")
+    dtype = getattr(torch, options.dtype) if options.dtype != "auto" else None
+    if dtype is None:
+        dtype = torch.float32 if name == "cpu" else config.dtype
+    schedule = options.schedule if options.schedule != "auto" else ("sync" if name == "cpu" else "overlap")
+    if options.num_speculative_tokens and not config.num_nextn_predict_layers:
+        raise ConfigError(
+            f"num_speculative_tokens={options.num_speculative_tokens}: {options.model} has no MTP layer "
+            "(num_nextn_predict_layers is 0) to draft with; use 0"
+        )
+    return Resolved(
+        device=torch.device(name, 0) if name == "cuda" else torch.device("cpu"),
+        dtype=dtype,
+        schedule=schedule,
+        num_speculative_tokens=options.num_speculative_tokens,
+        page_size=options.kv_page_size,
+    )
+
+
+def resolve_max_model_len(options: EngineOptions, config: ModelConfig) -> int:
+    """The context length before the pool's size is known.
+
+    Raises:
+        ConfigError: More than the checkpoint's positions.
+    """
+    limit = config.max_position_embeddings
+    if options.max_model_len is not None and options.max_model_len > limit:
+        raise ConfigError(f"max_model_len={options.max_model_len}: the checkpoint has only {limit} positions")
+    return options.max_model_len or limit
+
+
+def pages_wanted(options: EngineOptions, resolved: Resolved, max_model_len: int) -> int:
+    """Pages that ``max_num_seqs`` requests of ``max_model_len`` can fill, the scratch page included."""
+    return 1 + options.max_num_seqs * -(-max_model_len // resolved.page_size)
+
+
+def pages_in(budget: int, resolved: Resolved, config: ModelConfig) -> int:
+    """Pages that ``budget`` bytes hold."""
+    planes = config.num_hidden_layers + (1 if resolved.num_speculative_tokens else 0)
+    return budget // (resolved.page_size * pool_bytes_per_token(planes, config.latent_dim, resolved.dtype))

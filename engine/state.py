@@ -1,0 +1,140 @@
+"""Device state of every slot: what one speculative step reads and what it leaves for the next.
+
+Row ``num_slots`` of each tensor is the padding slot: seq_len 0, token 0, no drafts, no pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from engine.rng import seed_key
+from engine.types import SamplingParams
+
+SEQ_LEN: Final = 0
+NUM_DRAFTS: Final = 1
+FLAGS: Final = 2
+NEXT_TOKEN: Final = 3
+"""Columns of ``SlotState.core``; the drafts follow ``NEXT_TOKEN``, so that columns 3.. are a verify row."""
+
+MIN_TEMPERATURE: Final = 1e-5
+"""Temperatures below this are greedy: the quotient of logits would overflow long before it mattered."""
+_FLOATS: Final = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+
+
+class SlotState:
+    """Static tensors indexed by slot.
+
+    Args:
+        num_slots: Live slots; one more row is kept for padding.
+        num_speculative_tokens: K.
+        table_width: Pages a block-table row can name.
+
+    Attributes:
+        core: ``[M, 4 + K]`` int64: seq_len (positions whose target KV is written), num_drafts (0 or K),
+            flags (``engine.guard.Flag`` to tell with the next step's results; a halting one makes every step of
+            the slot a no-op), next_token (accepted, KV not yet written), d1..dK.
+        draft_probs: ``[M, K, V]`` float32: the distribution each draft was drawn from (sampled variants).
+        block_table: ``[M, table_width]`` int32.
+        keys: ``[M]`` int64 seeds, mixed.
+        top_k: ``[M]`` int64, V where off.
+        min_position: ``[M]`` int64: before this absolute position no stop id may be chosen.
+        floats: ``[M, 6]`` float32: temperature, top_p, min_p, presence, frequency, repetition.
+        logit_bias: ``[M, V]`` float32. stop_mask: ``[M, V]`` bool, the request's stop ids.
+        output_counts: ``[M, V]`` int32, emitted tokens. prompt_seen: ``[M, V]`` bool.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_slots: int,
+        num_speculative_tokens: int,
+        vocab_size: int,
+        table_width: int,
+        device: torch.device,
+    ) -> None:
+        m, k, v = num_slots + 1, num_speculative_tokens, vocab_size
+        self.num_slots = num_slots
+        self.padding_slot = num_slots
+        self.vocab_size = vocab_size
+        self.core = torch.zeros((m, 4 + k), dtype=torch.int64, device=device)
+        self.draft_probs = torch.zeros((m, k, v), device=device)
+        self.block_table = torch.zeros((m, table_width), dtype=torch.int32, device=device)
+        self.keys = torch.zeros(m, dtype=torch.int64, device=device)
+        self.top_k = torch.full((m,), v, dtype=torch.int64, device=device)
+        self.min_position = torch.zeros(m, dtype=torch.int64, device=device)
+        self.floats = torch.zeros((m, len(_FLOATS)), device=device)
+        self.logit_bias = torch.zeros((m, v), device=device)
+        self.stop_mask = torch.zeros((m, v), dtype=torch.bool, device=device)
+        self.output_counts = torch.zeros((m, v), dtype=torch.int32, device=device)
+        self.prompt_seen = torch.zeros((m, v), dtype=torch.bool, device=device)
+
+    def bind(
+        self, slot: int, tokens: Sequence[int], num_prompt: int, params: SamplingParams, seed: int
+    ) -> None:
+        """Give ``slot`` to a request with known ``tokens``: prompt, then what it emitted before a preemption.
+
+        Its KV starts empty: seq_len 0 and no pages. A request of one known token can step at once.
+        """
+        self.core[slot] = 0
+        self.core[slot, NEXT_TOKEN] = tokens[-1]
+        self.block_table[slot] = 0
+        self.keys[slot] = seed_key(seed)
+        self.top_k[slot] = params.top_k or self.vocab_size
+        self.min_position[slot] = num_prompt + params.min_tokens
+        self.floats[slot] = torch.tensor(
+            [
+                params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
+                params.top_p,
+                params.min_p,
+                params.presence_penalty,
+                params.frequency_penalty,
+                params.repetition_penalty,
+            ]
+        )
+        self.logit_bias[slot] = 0
+        if processes_logits(params):
+            self._bind_tables(slot, tokens, num_prompt, params)
+
+    def _bind_tables(self, slot: int, tokens: Sequence[int], num_prompt: int, params: SamplingParams) -> None:
+        """The vocabulary-wide tables. Other requests leave them stale, which zero penalties make harmless."""
+        device = self.core.device
+        known = torch.tensor(tokens, dtype=torch.int64, device=device)
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
+            self.logit_bias[slot, ids] = torch.tensor(list(params.logit_bias.values()), device=device)
+        self.stop_mask[slot] = False
+        if params.stop_token_ids:
+            self.stop_mask[slot, torch.tensor(params.stop_token_ids, device=device)] = True
+        self.prompt_seen[slot] = False
+        self.prompt_seen[slot, known[:num_prompt]] = True
+        counts = torch.bincount(known[num_prompt:], minlength=self.vocab_size)
+        self.output_counts[slot] = counts.to(torch.int32)
+
+    def raise_flags(self, slots: Tensor, owners: Tensor, flags: Tensor) -> None:
+        """Add what the guard found in a prefill to its slots: the next step of each tells it.
+
+        Args:
+            slots: ``[R]`` int64. owners: ``[N]`` int64, which of them each token belongs to.
+            flags: ``[N]`` int64, of two bits that differ by a factor of two, or 0.
+        """
+        worst = torch.zeros_like(slots).scatter_reduce(0, owners, flags, "amax")
+        self.core[slots, FLAGS] |= worst
+
+    def start(self, slot: int, seq_len: int) -> None:
+        """Prefill has written ``seq_len`` positions: all known tokens but the last, bound as next_token."""
+        self.core[slot, SEQ_LEN] = seq_len
+
+
+def processes_logits(params: SamplingParams) -> bool:
+    """Whether the request changes logits by history, bias or position (the vocabulary-wide tables)."""
+    return (
+        params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or params.repetition_penalty != 1
+        or bool(params.logit_bias)
+        or params.min_tokens > 0
+    )
