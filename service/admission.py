@@ -1,0 +1,72 @@
+"""How much work is taken at once: choices in flight, running or queued, have a limit; above it 429."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from service.errors import ApiError, bad_request
+
+RETRY_SECONDS = 1
+
+
+class Place:
+    """What one HTTP request holds of the limit: one choice until it is known how many it asks for."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self.num_choices = 1
+
+    def claim(self, num_choices: int) -> None:
+        """Hold ``num_choices`` instead of one.
+
+        Raises:
+            ApiError: 429 if they do not fit now, 400 if they never will.
+        """
+        self._admission.change(self.num_choices, num_choices)
+        self.num_choices = num_choices
+
+
+class Admission:
+    """Counts the choices in flight. Called from the event loop only."""
+
+    def __init__(self, max_running: int, max_queued: int) -> None:
+        """
+        Args:
+            max_running: Requests that run in one step of the engine.
+            max_queued: Requests that may wait for it.
+        """
+        self.limit = max_running + max_queued
+        self.num_choices = 0
+
+    @contextmanager
+    def place(self) -> Iterator[Place]:
+        """A place in the queue, taken before the body is read so that bodies in memory are bounded too.
+
+        Raises:
+            ApiError: 429: there is none.
+        """
+        self.change(0, 1)
+        place = Place(self)
+        try:
+            yield place
+        finally:
+            self.num_choices -= place.num_choices
+
+    def change(self, held: int, wanted: int) -> None:
+        """Exchange ``held`` choices for ``wanted``. Raises ``ApiError`` as `Place.claim`."""
+        if wanted > self.limit:
+            raise bad_request(f"At most {self.limit} choices can run and wait at once, not {wanted}.", "n")
+        if self.num_choices - held + wanted > self.limit:
+            raise _queue_full(self.limit)
+        self.num_choices += wanted - held
+
+
+def _queue_full(limit: int) -> ApiError:
+    return ApiError(
+        429,
+        f"The queue is full: {limit} choices run or wait already. Try again later.",
+        type="rate_limit_error",
+        code="queue_full",
+        headers={"Retry-After": str(RETRY_SECONDS)},
+    )

@@ -1,0 +1,167 @@
+"""The command ``eyas``. Subcommands are imported when called, so that help comes at once."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+from rich.console import Console
+
+from engine.errors import ConfigError, EngineError
+from service.settings import Settings, load_settings, option_name
+
+EXIT_REFUSED = 2
+"""Wrong options, a damaged checkpoint: what only the caller can mend."""
+
+app = typer.Typer(
+    name="eyas",
+    help="Serves DeepSeek-style MLA language models with speculative decoding.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+_ENGINE_GROUPS = ("Model", "Engine", "KV cache")
+_ENVIRONMENT = (
+    "Every option can also be set by a variable, for example EYAS_PORT for --port; the option wins."
+)
+
+
+def with_settings(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of ``groups`` (all if none); it receives them as ``settings``."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [
+            p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"
+        ]
+
+        def run(**arguments: Any) -> None:
+            given = {
+                name: arguments.pop(name)
+                for name in list(arguments)
+                if name in Settings.model_fields and arguments[name] not in (None, [])
+            }
+            rest = {parameter.name: arguments[parameter.name] for parameter in own}
+            command(settings=load_settings(given), **rest)
+
+        run.__signature__ = inspect.Signature([*own, *_parameters(groups)])  # type: ignore[attr-defined]
+        run.__doc__ = f"{command.__doc__}\n\n{_ENVIRONMENT}"
+        run.__name__ = command.__name__
+        return run
+
+    return decorate
+
+
+def _parameters(groups: tuple[str, ...]) -> list[inspect.Parameter]:
+    """One keyword parameter a setting; all default to absent, so that a variable can speak."""
+    parameters = []
+    hints = get_type_hints(Settings)
+    for name, field in Settings.model_fields.items():
+        assert isinstance(field.json_schema_extra, dict), f"{name} has no group"
+        group = str(field.json_schema_extra["group"])
+        if groups and group not in groups:
+            continue
+        repeated = name == "api_key"
+        option = typer.Option(
+            [] if repeated else None,
+            option_name(name),
+            help=f"{field.description}{_default_text(field.default)}",
+            rich_help_panel=group,
+            show_default=False,
+        )
+        parameters.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=option,
+                annotation=list[str] if repeated else hints[name] | None,
+            )
+        )
+    return parameters
+
+
+def _default_text(default: Any) -> str:
+    if default in (None, False, ()):
+        return ""
+    shown = f"models/{default.name}" if isinstance(default, Path) else default
+    return f" [dim]\\[default: {shown}][/dim]"
+
+
+@app.command()
+@with_settings()
+def serve(settings: Settings) -> None:
+    """Serve a model over HTTP with an OpenAI-style API."""
+    from service.commands.serve import serve as run
+
+    raise typer.Exit(run(settings))
+
+
+@app.command()
+@with_settings(*_ENGINE_GROUPS)
+def generate(
+    settings: Settings,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; standard input if absent.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=1e-9, max=1.0, help="Share of probability to draw from.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text to stop at; can be repeated.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message: use the chat template.")
+    ] = False,
+) -> None:
+    """Continue one prompt without a server; prints the text, then statistics on standard error."""
+    from service.commands.generate import Sampling
+    from service.commands.generate import generate as run
+
+    text = sys.stdin.read() if prompt is None else prompt
+    run(settings, text, Sampling(max_tokens, temperature, top_p, tuple(stop or ())), chat=chat)
+
+
+@app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(help="Checkpoint directory in Hugging Face layout.")],
+) -> None:
+    """Verify a checkpoint directory and print what it holds, without serving it."""
+    from service.commands.check import check as run
+
+    run(directory)
+
+
+@app.command()
+@with_settings(*_ENGINE_GROUPS)
+def bench(
+    settings: Settings,
+    batch_sizes: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured rounds, after one that is not.")] = 3,
+    prompts: Annotated[Path | None, typer.Option(help="Texts, one a line. Default: own source code.")] = None,
+    transformers: Annotated[bool, typer.Option(help="Measure Transformers too, where installed.")] = True,
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file as well.")] = None,
+) -> None:
+    """Measure speculative against plain decoding, and against Transformers, in one run."""
+    from service.commands.bench import Plan
+    from service.commands.bench import bench as run
+
+    sizes = [int(part) if part.strip().isdigit() else 0 for part in batch_sizes.split(",")]
+    if min(sizes) < 1:
+        raise ConfigError(f"--batch-sizes {batch_sizes}: must be positive integers, comma-separated")
+    run(settings, Plan(sizes, max_tokens, temperature, rounds, transformers), prompts, json)
+
+
+def main() -> None:
+    """Entry point of the command ``eyas``."""
+    try:
+        app()
+    except EngineError as error:
+        Console(stderr=True).print(
+            f"eyas: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        sys.exit(EXIT_REFUSED)
+
+
+if __name__ == "__main__":
+    main()

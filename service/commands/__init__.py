@@ -1,0 +1,1 @@
+"""What each subcommand of ``eyas`` does; imported only when it is called."""

@@ -1,0 +1,198 @@
+"""``eyas serve``: the HTTP server in this process, the engine in another, and how both end together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from types import FrameType
+from typing import Any
+
+import structlog
+import uvicorn
+from rich.console import Console
+from rich.table import Table
+
+from engine.process_client import ProcessEngineClient
+from engine.types import EngineInfo
+from engine.worker import DEFAULT_FACTORY
+from service.app import create_app
+from service.lifecycle import Lifecycle
+from service.logs import configure_logs
+from service.metrics import ServiceMetrics
+from service.settings import Settings, option_name
+from service.text import Tokenizer
+from service.version import VERSION
+
+EXIT_ENGINE_DIED = 1
+CLOSING_SECONDS = 5
+"""How long clients that do not read their answers can hold up the end."""
+SAME_SIGNAL_SECONDS = 0.5
+"""Signals closer than this are one: a process group and a parent that forwards deliver the same one twice."""
+DEATH_NOTICE_SECONDS = 2.0
+"""How long the port stays open after the engine's death: probes and retries see 503, not a refusal."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Server(uvicorn.Server):
+    """Ends in order: readiness drops, running requests finish, then the port closes and the engine stops.
+
+    The first SIGTERM or SIGINT begins that, a second one ends what still runs at once. The death of the
+    engine begins it too, and makes the exit code non-zero.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        lifecycle: Lifecycle,
+        drain_timeout: float,
+        on_ready: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            config: How to serve the application.
+            lifecycle: The application's.
+            drain_timeout: Seconds that running requests have after a signal.
+            on_ready: Called once the engine can take requests.
+        """
+        super().__init__(config)
+        self._lifecycle = lifecycle
+        self._drain_timeout = drain_timeout
+        self._on_ready = on_ready
+        self._was_ready = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._first_signal_time: float | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.exit_code = 0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._first_signal_time is not None:
+            self.should_exit = True
+            return
+        await super().startup(sockets)
+        self._spawn(self._tell_ready())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Not uvicorn's own handling: it closes the port first, and dies of the signal in the end.
+        now = time.monotonic()
+        first = self._first_signal_time
+        if first is None:
+            self._first_signal_time = now
+        elif now - first < SAME_SIGNAL_SECONDS:
+            return
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._signalled, signal.Signals(sig).name, first is not None)
+
+    def engine_died(self, reason: str) -> None:
+        """End because there is nothing left to serve with."""
+        _log.critical("engine_died", reason=reason)
+        self.exit_code = EXIT_ENGINE_DIED
+        self._spawn(self._end(0.0, notice=DEATH_NOTICE_SECONDS if self._was_ready else 0.0))
+
+    def _signalled(self, name: str, again: bool) -> None:
+        _log.info("shutting_down", signal=name, at_once=again)
+        self._spawn(self._end(0.0 if again else self._drain_timeout))
+
+    async def _end(self, timeout: float, notice: float = 0.0) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout + CLOSING_SECONDS):
+                await self._lifecycle.drain(timeout)
+        await asyncio.sleep(notice)
+        self.should_exit = True
+
+    async def _tell_ready(self) -> None:
+        await self._lifecycle.started()
+        if self._lifecycle.state == "ready":
+            self._was_ready = True
+            self._on_ready()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("server_task_failed", exc_info=error)
+
+
+def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
+    """Serve until a signal or the engine's death.
+
+    Args:
+        settings: The server's options.
+        factory: ``module:class`` whose ``load`` makes the engine.
+
+    Returns:
+        The exit code: 0 after a signal, ``EXIT_ENGINE_DIED`` if the engine died or could not start.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used.
+    """
+    configure_logs(settings.log_level, settings.log_format)
+    tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)
+    metrics = ServiceMetrics()
+
+    def on_death(reason: str) -> None:
+        metrics.engine_down()
+        server.engine_died(reason)
+
+    def on_ready() -> None:
+        metrics.engine_ready(settings.model_name, VERSION, client.info)
+        show_resolved(settings, client.info)
+
+    client = ProcessEngineClient(
+        settings.engine_options(),
+        on_stats=metrics.engine_step,
+        on_death=on_death,
+        stall_timeout=settings.engine_timeout,
+        factory=factory,
+    )
+    app = create_app(settings, client, metrics, tokenizer)
+    config = uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_graceful_shutdown=CLOSING_SECONDS,
+    )
+    server = Server(
+        config,
+        app.state.service.lifecycle,
+        settings.drain_timeout,
+        on_ready=on_ready,
+    )
+    server.run()
+    return server.exit_code
+
+
+def show_resolved(settings: Settings, info: EngineInfo) -> None:
+    """Print every option as it came out, what the engine resolved included."""
+    resolved = resolved_options(settings, info)
+    if settings.log_format == "json":
+        _log.info("ready", **resolved)
+        return
+    table = Table(title=f"{settings.model_name} is ready", title_justify="left", show_header=False)
+    for name, value in resolved.items():
+        table.add_row(option_name(name), value)
+    Console(stderr=True).print(table)
+
+
+def resolved_options(settings: Settings, info: EngineInfo) -> dict[str, str]:
+    """Options by field name as text: the engine's word where it has one, else the given value; no keys."""
+    given = {name: str(getattr(settings, name)) for name in type(settings).model_fields}
+    given["api_key"] = f"{len(settings.api_key)} keys"
+    given["served_model_name"] = settings.model_name
+    given["tokenizer"] = str(settings.tokenizer_dir)
+    told = {name: value for name, value in info.resolved.items() if name != "prefix_cache"}
+    return given | told

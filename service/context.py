@@ -1,0 +1,48 @@
+"""What the routes share: made once by ``create_app``, found at ``request.app.state.service``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from engine.client import EngineClient
+from service.errors import model_not_found
+from service.lifecycle import Lifecycle
+from service.metrics import ServiceMetrics
+from service.prompts import ModelLimits
+from service.settings import Settings
+from service.text import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One served model and everything around it."""
+
+    settings: Settings
+    client: EngineClient
+    metrics: ServiceMetrics
+    tokenizer: Tokenizer
+    lifecycle: Lifecycle
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time of the start, told by ``/v1/models``."""
+
+    def limits(self) -> ModelLimits:
+        """What requests are checked against. Raises ``ApiError`` (503) unless requests are taken."""
+        self.lifecycle.check_accepting()
+        return ModelLimits(self.client.info, self.tokenizer)
+
+    def check_model(self, name: str | None) -> str:
+        """The served name for the one that a client asked for. Raises ``ApiError`` (404)."""
+        served = self.settings.model_name
+        if name is not None and name != served:
+            raise model_not_found(name)
+        return served
+
+
+def service_of(request: Request) -> Service:
+    """The service that answers ``request``."""
+    service = request.app.state.service
+    assert isinstance(service, Service), "the app was not made by create_app"
+    return service

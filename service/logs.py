@@ -1,0 +1,46 @@
+"""Logging of the service process: structlog and the standard library in one format, on standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+from structlog.types import Processor
+
+from service.settings import LogFormat, LogLevel
+
+
+def configure_logs(level: LogLevel, log_format: LogFormat) -> None:
+    """Send everything that is logged to standard error, as lines for people or as JSON objects."""
+    shared: list[Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(allow=()),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    last: list[Processor]
+    if log_format == "json":
+        last = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+    else:
+        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level.upper())
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,221 @@
+"""Every option of a server: from the command line, else from an ``EYAS_*`` variable, else its default.
+
+The fields of `Settings` are the only list of options: the command line, the variables, the start-up print and
+the table in the README all come from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from engine.errors import ConfigError
+from engine.options import AttentionBackend, Device, Dtype, EngineOptions, Schedule
+
+ENV_PREFIX = "EYAS_"
+SHIPPED_MODEL = Path(__file__).resolve().parent.parent / "models" / "eyas-14m"
+"""The model of the repository, served when no other is named."""
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SERVICE_LINK = re.compile(r"EYAS_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP)(_\w+)?)")
+
+
+def _option(default: Any, group: str, text: str, **constraints: Any) -> Any:
+    return Field(default=default, description=text, json_schema_extra={"group": group}, **constraints)
+
+
+class Settings(BaseSettings):
+    """Options of a server, immutable. Each field is an option; `load_settings` checks them together."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, frozen=True, extra="forbid", protected_namespaces=()
+    )
+
+    model: Path = _option(
+        SHIPPED_MODEL, "Model", "Checkpoint directory: config.json, safetensors, tokenizer.json."
+    )
+    tokenizer: Path | None = _option(
+        None, "Model", "Directory with tokenizer.json, where the checkpoint has none."
+    )
+    served_model_name: str | None = _option(
+        None, "Model", "Name of the model in the API. Default: the directory's name.", min_length=1
+    )
+    dtype: Dtype = _option(
+        "auto", "Model", "Type to compute in. auto: float32 on a CPU, the checkpoint's on a GPU."
+    )
+    max_model_len: int | None = _option(
+        None, "Model", "Most tokens of prompt and output. Default: the model's, clamped to the KV pool."
+    )
+
+    num_speculative_tokens: int = _option(
+        3, "Engine", "Draft tokens in a step (K), 0 to 8; 0 turns speculation off."
+    )
+    max_num_seqs: int = _option(64, "Engine", "Most requests that run in one step.")
+    schedule: Schedule = _option(
+        "auto", "Engine", "Read a step's results at once (sync) or while the next one runs (overlap)."
+    )
+    prefill_chunk_size: int = _option(512, "Engine", "Most prompt tokens prefilled between two decode steps.")
+    attention_backend: AttentionBackend = _option("auto", "Engine", "Attention kernels.")
+    device: Device = _option("auto", "Engine", "auto: the GPU if there is one.")
+    enforce_eager: bool = _option(False, "Engine", "Capture no CUDA graphs.")
+    seed: int | None = _option(None, "Engine", "Makes requests without a seed of their own repeatable.")
+    threads: int | None = _option(None, "Engine", "CPU threads of the engine. Default: the libraries'.")
+
+    kv_cache_dtype: str = _option("auto", "KV cache", "Type of the KV pool; only auto, the computing type.")
+    kv_page_size: int = _option(64, "KV cache", "Positions in a page of the KV pool.")
+    num_kv_pages: int | None = _option(
+        None, "KV cache", "Pages in the KV pool. Default: sized from the memory at hand."
+    )
+    gpu_memory_utilization: float = _option(
+        0.9, "KV cache", "Share of the GPU's memory to use; not together with --num-kv-pages."
+    )
+    no_prefix_cache: bool = _option(False, "KV cache", "Reuse no KV between requests that start alike.")
+
+    host: str = _option("127.0.0.1", "Server", "Address to listen on; 0.0.0.0 for all.")
+    port: int = _option(8000, "Server", "Port to listen on; 0 for any free one.", ge=0, le=65535)
+    api_key: Annotated[tuple[str, ...], NoDecode] = _option(
+        (),
+        "Server",
+        "Key that clients must send; repeat it for several. The variable takes a comma-separated list, and "
+        "hides keys from process listings.",
+        repr=False,
+    )
+    max_body_bytes: int = _option(8 * 2**20, "Server", "Largest request body; above it 413.", ge=1)
+    drain_timeout: float = _option(
+        30.0,
+        "Server",
+        "Seconds that running requests have to finish after SIGTERM.",
+        ge=0.0,
+        allow_inf_nan=False,
+    )
+    engine_timeout: float = _option(
+        5.0,
+        "Server",
+        "Seconds without a sign of life after which the engine is ended; more than its longest iteration.",
+        ge=1.0,
+        allow_inf_nan=False,
+    )
+    log_level: LogLevel = _option("info", "Server", "Least severe messages to log.")
+    log_format: LogFormat = _option("text", "Server", "Log lines for people or as JSON.")
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
+
+    @field_validator("api_key")
+    @classmethod
+    def _refuse_empty_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        if any(not key.strip() for key in keys):
+            raise ValueError("a key must not be empty")
+        return keys
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or self.model.resolve().name
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """The directory that holds ``tokenizer.json``."""
+        return self.tokenizer or self.model
+
+    def engine_options(self) -> EngineOptions:
+        """The engine's share of the options, not yet validated."""
+        shared = set(EngineOptions.__struct_fields__) & set(type(self).model_fields)
+        values = {name: getattr(self, name) for name in shared}
+        return EngineOptions(**{**values, "model": str(self.model), "prefix_cache": not self.no_prefix_cache})
+
+
+def load_settings(given: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from the options ``given`` on the command line and the environment.
+
+    Args:
+        given: Values by field name; what is absent comes from the environment.
+
+    Raises:
+        ConfigError: A malformed or impossible value, a variable that no option has, a model or tokenizer that
+            is not there; the message names the option or variable.
+    """
+    given = dict(given or {})
+    _refuse_unknown_variables(os.environ)
+    try:
+        settings = Settings(**given)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(item, given) for item in error.errors())) from None
+    settings.engine_options().validate()
+    _check_directories(settings)
+    return settings
+
+
+def option_name(field: str) -> str:
+    """``--max-num-seqs`` for ``max_num_seqs``."""
+    return "--" + field.replace("_", "-")
+
+
+def _explain(item: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    field = str(item["loc"][0])
+    name = option_name(field) if field in given else ENV_PREFIX + field.upper()
+    shown = "" if field == "api_key" else f"={item['input']!r}"
+    hint = ""
+    if field == "port" and str(item["input"]).startswith("tcp://"):
+        hint = "; Kubernetes sets it for a Service of this name: use enableServiceLinks: false"
+    return f"{name}{shown}: {item['msg']}{hint}"
+
+
+def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
+    known = {ENV_PREFIX + field.upper() for field in Settings.model_fields}
+    for name in environ:
+        if not name.startswith(ENV_PREFIX) or name in known:
+            continue
+        if _SERVICE_LINK.fullmatch(name):
+            hint = "Kubernetes sets it for a Service of this name: use enableServiceLinks: false"
+        else:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "'eyas serve --help' lists the options"
+        raise ConfigError(f"{name}: no such option; {hint}")
+
+
+def _check_directories(settings: Settings) -> None:
+    model = settings.model
+    if not model.is_dir():
+        problem = "is not a directory" if model.exists() else "does not exist"
+        hint = ""
+        if not model.exists() and _HUB_ID.fullmatch(str(model)):
+            hint = ". To serve a model of the Hugging Face Hub, download it first:\n"
+            hint += f"  hf download {model} --local-dir {model.name} && eyas serve --model {model.name}"
+        raise ConfigError(f"--model {model} {problem}{hint}")
+    directory = settings.tokenizer_dir
+    if not (directory / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer DIR"
+        )
+
+
+def options_table() -> str:
+    """The options as a Markdown table, for the README."""
+    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
+    for name, field in Settings.model_fields.items():
+        default = field.default
+        if default is None or default == ():
+            shown = ""
+        elif isinstance(default, bool):
+            shown = "on" if default else "off"
+        else:
+            shown = "`models/eyas-14m`" if default == SHIPPED_MODEL else f"`{default}`"
+        lines.append(f"| `{option_name(name)}` | {shown} | {field.description} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(options_table())
