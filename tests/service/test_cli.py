@@ -1,0 +1,140 @@
+"""The command line: help, refusals, and ``generate`` with a scripted engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.errors import EngineError
+from service.cli import app, main
+from service.commands.generate import Sampling, generate
+from service.settings import Settings, load_settings, option_name
+from tests.engine.fake_engine import FACTORY, RAISE, REFUSING_FACTORY
+from tests.fixtures.tokenizers import word_tokenizer, write_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "fake"
+    write_tokenizer(directory, word_tokenizer(1000))
+    return directory
+
+
+def run_cli(*arguments: str) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def test_help_names_every_option_with_its_default():
+    code, text = run_cli("serve", "--help")
+    assert code == 0
+    for name in Settings.model_fields:
+        assert f"{option_name(name)} " in text
+    assert "[default: 8000]" in text
+    assert "[default: 3]" in text
+    for command in ("serve", "generate", "check", "bench"):
+        assert command in run_cli("--help")[1]
+
+
+def test_options_reach_the_settings(model: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[Settings] = []
+
+    def serve(settings: Settings) -> int:
+        seen.append(settings)
+        return 7
+
+    monkeypatch.setattr("service.commands.serve.serve", serve)
+    monkeypatch.setenv("EYAS_SEED", "5")
+    monkeypatch.setenv("EYAS_PORT", "9000")
+    arguments = [
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--no-prefix-cache",
+        "--api-key",
+        "a",
+        "--api-key",
+        "b,c",
+    ]
+    code, _ = run_cli("serve", *arguments, "--schedule", "sync")
+    assert code == 7
+    [settings] = seen
+    assert settings.model_fields_set == {"model", "port", "no_prefix_cache", "api_key", "schedule", "seed"}
+    assert (settings.port, settings.no_prefix_cache, settings.schedule, settings.seed) == (0, True, "sync", 5)
+    assert settings.api_key == ("a", "b,c")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--port", "x"], "--port"),
+        (["serve", "--schedule", "fast"], "--schedule"),
+        (["serve", "--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_wrong_usage_is_refused(arguments: list[str], words: str):
+    code, text = run_cli(*arguments)
+    assert code == 2
+    assert words in text
+
+
+def test_main_turns_refusals_into_a_message_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["eyas", "serve", "--model", "some-one/some-model"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("eyas: --model some-one/some-model does not exist")
+    assert "hf download some-one/some-model" in message
+    assert "Traceback" not in message
+
+
+def prompt_of(*ids: int) -> str:
+    return " ".join(f"w{token}" for token in ids)
+
+
+def test_generate_prints_text_and_statistics(model: Path, capsys: pytest.CaptureFixture[str]):
+    settings = load_settings({"model": model})
+    sampling = Sampling(max_tokens=6, temperature=0.0, top_p=1.0, stop=())
+    generate(settings, prompt_of(2, 3), sampling, chat=False, factory=FACTORY)
+    captured = capsys.readouterr()
+    # Ids 0 and 1 are special: not part of the text.
+    assert captured.out == "w2 w3 w4 w5\n"
+    assert "2 prompt tokens, 6 tokens in" in captured.err
+    assert "accept length" in captured.err
+
+
+def test_generate_stops_at_a_stop_string(model: Path, capsys: pytest.CaptureFixture[str]):
+    sampling = Sampling(max_tokens=50, temperature=0.0, top_p=1.0, stop=(" w4",))
+    generate(load_settings({"model": model}), prompt_of(2), sampling, chat=False, factory=FACTORY)
+    assert capsys.readouterr().out == "w2 w3\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "chat", "words"),
+    [
+        ("", False, "empty"),
+        (prompt_of(*range(2, 102)), False, "at most 99"),
+        (prompt_of(RAISE), False, "engine"),
+        ("hello", True, "--chat"),
+    ],
+)
+def test_generate_tells_what_it_cannot_do(model: Path, prompt: str, chat: bool, words: str):
+    sampling = Sampling(max_tokens=5, temperature=0.0, top_p=1.0, stop=())
+    with pytest.raises(EngineError, match=words):
+        generate(load_settings({"model": model}), prompt, sampling, chat=chat, factory=FACTORY)
+
+
+def test_a_model_that_cannot_be_loaded_is_told(model: Path):
+    settings = load_settings({"model": model})
+    sampling = Sampling(max_tokens=5, temperature=0.0, top_p=1.0, stop=())
+    with pytest.raises(EngineError, match="model_type='x'"):
+        generate(settings, "w2", sampling, chat=False, factory=REFUSING_FACTORY)

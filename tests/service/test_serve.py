@@ -1,0 +1,197 @@
+"""How ``serve`` starts and ends, as a process with a scripted engine (D1, D3)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from service.commands.serve import SAME_SIGNAL_SECONDS
+from tests.engine.fake_engine import COUNT, ENDLESS, FACTORY, HANGING_FACTORY, RAISE, REFUSING_FACTORY
+from tests.fixtures.tokenizers import word_tokenizer, write_tokenizer
+
+ROOT = Path(__file__).parents[2]
+BOUND = 30.0
+"""A hang is a failure, not a wait; far above what anything here takes."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "fake"
+    write_tokenizer(directory, word_tokenizer(1000))
+    return directory
+
+
+class Server:
+    """``serve`` in a process of its own, with its log."""
+
+    def __init__(self, model: Path, factory: str, **options: Any) -> None:
+        given = {"model": str(model), "port": 0, "log_format": "json", **options}
+        code = (
+            "import sys\n"
+            "from service.commands.serve import serve\n"
+            "from service.settings import load_settings\n"
+            f"sys.exit(serve(load_settings({given!r}), {factory!r}))"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        self.until(lambda: re.search(r"running on http://127\.0\.0\.1:(\d+)", self.log))
+        port = re.search(r"http://127\.0\.0\.1:(\d+)", self.log)
+        assert port is not None
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port[1]}", timeout=BOUND)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+
+    @property
+    def log(self) -> str:
+        return "".join(self.lines)
+
+    @property
+    def engine(self) -> psutil.Process:
+        [engine] = psutil.Process(self.process.pid).children()
+        return engine
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + BOUND
+        while not condition():
+            assert time.monotonic() < deadline, self.log
+            assert self.process.poll() is None, self.log
+            time.sleep(0.02)
+
+    def ready(self) -> bool:
+        return self.client.get("/ready").status_code == 200
+
+    def complete(self, kind: int, **body: Any) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": [kind], **body})
+
+    def stream(self, kind: int, max_tokens: int = 90) -> contextlib.AbstractContextManager[httpx.Response]:
+        body = {"prompt": [kind], "stream": True, "max_tokens": max_tokens}
+        return self.client.stream("POST", "/v1/completions", json=body)
+
+    def wait(self) -> int:
+        return self.process.wait(BOUND)
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(factory: str = FACTORY, **options: Any) -> Server:
+        servers.append(Server(model, factory, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.client.close()
+        server.process.kill()
+        server.process.wait()
+
+
+def test_serve_answers_tells_what_it_resolved_and_ends_with_0(start: Callable[..., Server]):
+    server = start(api_key=["secret-key"])
+    server.client.headers["Authorization"] = "Bearer secret-key"
+    server.until(server.ready)
+    answer = server.complete(COUNT, max_tokens=5).json()
+    assert answer["usage"]["completion_tokens"] == 5
+    assert 'eyas_requests_total{outcome="length"} 1.0' in server.client.get("/metrics").text
+    [ready] = [json.loads(line) for line in server.lines if '"event": "ready"' in line]
+    assert (ready["num_speculative_tokens"], ready["max_num_seqs"], ready["port"]) == ("3", "64", "0")
+    engine = server.engine
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert not engine.is_running()
+    assert "secret-key" not in server.log
+
+
+def test_sigterm_drains(start: Callable[..., Server]):
+    """D3: readiness drops, the port stays open, at the time-out what runs ends with an error event."""
+    server = start(drain_timeout=2.0)
+    server.until(server.ready)
+    engine = server.engine
+    with server.stream(ENDLESS) as running:
+        lines = running.iter_lines()
+        assert "data: {" in next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        server.until(lambda: not server.ready())
+        refused = server.complete(COUNT)
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "shutting_down"
+        assert server.client.get("/health").status_code == 200
+        rest = [line for line in lines if line]
+    assert "error" in json.loads(rest[-1].removeprefix("data: "))
+    assert server.wait() == 0
+    assert not engine.is_running()
+
+
+def test_a_second_signal_ends_at_once(start: Callable[..., Server]):
+    server = start(drain_timeout=10 * BOUND)
+    server.until(server.ready)
+    with server.stream(ENDLESS) as running:
+        lines = running.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        # Twice at once is one signal, delivered twice.
+        server.process.send_signal(signal.SIGINT)
+        server.until(lambda: not server.ready())
+        time.sleep(2 * SAME_SIGNAL_SECONDS)
+        assert server.client.get("/health").status_code == 200
+        server.process.send_signal(signal.SIGINT)
+        assert "error" in [line for line in lines if line][-1]
+    assert server.wait() == 0
+
+
+def test_sigterm_during_the_load(start: Callable[..., Server]):
+    server = start(HANGING_FACTORY)
+    assert server.client.get("/ready").status_code == 503
+    assert server.client.get("/health").status_code == 200
+    server.until(lambda: psutil.Process(server.process.pid).children())
+    engine = server.engine
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert not engine.is_running()
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "exception"])
+def test_the_death_of_the_engine_is_answered_and_ends_the_server(start: Callable[..., Server], how: str):
+    """D1: streams get an error, health and readiness fall, the exit code is not 0."""
+    server = start()
+    server.until(server.ready)
+    with server.stream(ENDLESS) as running:
+        lines = running.iter_lines()
+        next(lines)
+        if how == "SIGKILL":
+            os.kill(server.engine.pid, signal.SIGKILL)
+        else:
+            assert server.complete(RAISE).status_code >= 500
+        rest = [line for line in lines if line]
+    assert "error" in json.loads(rest[-1].removeprefix("data: "))
+    assert "[DONE]" not in rest
+    assert server.client.get("/health").status_code == 503
+    assert server.complete(COUNT).status_code == 503
+    assert "eyas_requests_running 0.0" in server.client.get("/metrics").text
+    assert server.wait() == 1
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server(start: Callable[..., Server]):
+    server = start(REFUSING_FACTORY)
+    assert server.wait() == 1
+    assert "model_type='x': not supported" in server.log
