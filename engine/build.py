@@ -13,6 +13,7 @@ import torch
 from engine.attention import AttentionBackend, AttentionSpec, make_backend
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.grammar.compiler import GrammarCompiler
 from engine.kv.pool import LatentPool
 from engine.model.loader import LoadedModel, load_model
 from engine.options import EngineOptions
@@ -37,6 +38,7 @@ class Parts:
     info: EngineInfo
     runner: Runner
     scheduler: Scheduler
+    grammars: GrammarCompiler
 
 
 def build(path: Path, options: EngineOptions, progress: Callable[[Progress], None]) -> Parts:
@@ -74,6 +76,9 @@ def build(path: Path, options: EngineOptions, progress: Callable[[Progress], Non
     max_model_len = _clamp(limit, num_pages, options, resolved)
     parts = factory.assemble(num_pages, max_model_len)
     parts.runner.warm_up(factory.warm_up_tokens(max_model_len))
+    if resolved.graphs != "off":
+        rows = min(options.max_graph_rows or options.max_num_seqs, options.max_num_seqs)
+        parts.runner.capture(resolved.graphs, rows, progress)
     progress(Progress(stage="warming", done=1, total=1))
     return parts
 
@@ -192,7 +197,9 @@ class _Factory:
                 f"with {resolved.num_speculative_tokens} drafts a step"
             )
         info = self._info(num_pages, max_model_len, longest)
-        return Parts(info, self.runner(num_pages, max_model_len), scheduler)
+        tokenizer_dir = Path(options.tokenizer if options.tokenizer is not None else options.model)
+        grammars = GrammarCompiler(tokenizer_dir, info.vocab_size, info.eos_token_ids)
+        return Parts(info, self.runner(num_pages, max_model_len), scheduler, grammars)
 
     def _cache_salt(self) -> bytes:
         """Root of the prefix cache's keys: everything that changes what KV a token leaves."""
@@ -206,6 +213,7 @@ class _Factory:
             "device": str(resolved.device),
             "dtype": dtype,
             "schedule": resolved.schedule,
+            "graphs": resolved.graphs,
             "attention_backend": self._backend.name,
             "max_model_len": str(max_model_len),
             "num_kv_pages": str(num_pages),

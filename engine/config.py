@@ -278,7 +278,12 @@ def _parse_rope(raw: Mapping[str, Any]) -> tuple[float, YarnScaling | None]:
 
 
 def _has_theta(source: Mapping[str, Any]) -> bool:
-    return source.get("rope_theta") is not None and Keys(source).number("rope_theta") > 0
+    if source.get("rope_theta") is None:
+        return False
+    keys = Keys(source)
+    if keys.number("rope_theta") <= 1:
+        raise keys.fail("rope_theta", "expected a number > 1")
+    return True
 
 
 def _parse_scaling(name: str, raw: Mapping[str, Any]) -> YarnScaling | None:

@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+Graphs = Literal["auto", "cuda", "simulate", "off"]
 Schedule = Literal["auto", "sync", "overlap"]
 AttentionBackend = Literal["auto", "torch_mla", "flash_mla", "trtllm_mla"]
 
@@ -22,6 +23,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     """Checkpoint directory in Hugging Face layout."""
+    tokenizer: str | None = None
+    """Directory of ``tokenizer.json``, which grammars need; ``None``: the checkpoint's."""
     dtype: Dtype = "auto"
     """``auto``: float32 on a CPU, the checkpoint's type on a GPU."""
     device: Device = "auto"
@@ -45,7 +48,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Schedule = "auto"
     attention_backend: AttentionBackend = "auto"
     enforce_eager: bool = False
-    """Capture no CUDA graph."""
+    """Capture no graph, whatever ``graphs`` says."""
+    graphs: Graphs = "auto"
+    """``auto``: CUDA graphs on a GPU, none on a CPU. ``simulate``: traces that freeze what a graph would."""
+    max_graph_rows: int | None = None
+    """Most rows of a captured step; ``None``: ``max_num_seqs``. A larger batch runs eager."""
     seed: int | None = None
     """Makes requests without a seed repeatable; ``None``: they draw from the system's entropy."""
     threads: int | None = None
@@ -87,12 +94,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "device": get_args(Device),
     "kv_cache_dtype": ("auto",),
     "schedule": get_args(Schedule),
+    "graphs": get_args(Graphs),
     "attention_backend": get_args(AttentionBackend),
 }
-_OPTIONAL = frozenset({"max_model_len", "num_kv_pages", "seed", "threads"})
+_OPTIONAL = frozenset({"max_graph_rows", "max_model_len", "num_kv_pages", "seed", "threads"})
 _BOUNDS: dict[str, tuple[int, int]] = {
     "max_model_len": (2, _INT32_MAX),
     "max_num_seqs": (1, 4096),
+    "max_graph_rows": (1, 4096),
     "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
     "kv_page_size": (1, 1024),
     "num_kv_pages": (2, _INT32_MAX),

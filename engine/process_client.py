@@ -116,8 +116,13 @@ class ProcessEngineClient(BaseClient):
             "engine.worker",
             msgspec.json.encode(launch).decode(),
             stdin=PIPE,
-            # The child imports what this process would, and nothing from the current directory.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env={
+                # Threads that spin while they wait starve whatever shares their cores: the service, for one
+                "OMP_WAIT_POLICY": "PASSIVE",
+                **os.environ,
+                # The child imports what this process would, and nothing from the current directory.
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            },
             # Signals to the terminal's process group are the service's to handle.
             start_new_session=True,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -22,6 +23,7 @@ class Resolved:
     device: torch.device
     dtype: torch.dtype
     schedule: str
+    graphs: Literal["cuda", "simulate", "off"]
     num_speculative_tokens: int
     page_size: int
 
@@ -61,10 +63,14 @@ def resolve(options: EngineOptions, config: ModelConfig) -> Resolved:
             f"num_speculative_tokens={options.num_speculative_tokens}: {options.model} has no MTP layer "
             "(num_nextn_predict_layers is 0) to draft with; use 0"
         )
+    graphs = options.graphs if options.graphs != "auto" else ("cuda" if name == "cuda" else "off")
+    if graphs == "cuda" and name != "cuda":
+        raise ConfigError("graphs='cuda': needs a CUDA device, the engine runs on cpu; simulate traces there")
     return Resolved(
         device=torch.device(name, 0) if name == "cuda" else torch.device("cpu"),
         dtype=dtype,
         schedule=schedule,
+        graphs="off" if options.enforce_eager else graphs,
         num_speculative_tokens=options.num_speculative_tokens,
         page_size=options.kv_page_size,
     )

@@ -3,95 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.attention import AttentionBackend, PackedAttention
+from engine.graph import VARIANTS, StepGraphs
 from engine.guard import Flag, classify
 from engine.kv.pool import SCRATCH_PAGE, LatentPool
 from engine.layout import packed_layout
 from engine.model.loader import LoadedModel
-from engine.sampler import FULL, GREEDY, choose_variant
-from engine.sequence import PrefillChunk, RowResult, Sequence
-from engine.spec import SpeculativeStep
-from engine.state import SlotState
-from engine.types import ForwardCount, ForwardPath, ForwardPhase, ForwardReason, TokenLogprobs
+from engine.pending import PendingStep, device_logprobs
+from engine.prompt_logprobs import PendingPrefill, score
+from engine.sampler import FULL, GREEDY, Variant, choose_variant
+from engine.sequence import PrefillChunk, Sequence
+from engine.spec import SpeculativeStep, StepOutput
+from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SlotState
+from engine.types import Count, ForwardCount, ForwardPath, ForwardPhase, ForwardReason, Progress
 
-_MAX_LOGPROBS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceLogprobs:
-    """Log-probabilities of the rows that asked for them: ``index`` are their places among the step's rows."""
-
-    index: list[int]
-    emitted: Tensor  # [R, W]
-    top_values: Tensor  # [R, W, 20]
-    top_ids: Tensor  # [R, W, 20]
-
-
-class PendingStep:
-    """A launched step whose results were not read yet."""
-
-    def __init__(
-        self, rows: list[tuple[Sequence, int]], packed: Tensor, logprobs: _DeviceLogprobs | None
-    ) -> None:
-        self._rows = rows
-        self._packed = packed
-        self._logprobs = logprobs
-        self._copied: torch.cuda.Event | None = None
-        if packed.is_cuda:
-            self._packed = torch.empty_like(packed, device="cpu", pin_memory=True)
-            self._packed.copy_(packed, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-
-    def results(self) -> list[RowResult]:
-        """Wait for the step and say what each row emitted."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        logprobs = self._read_logprobs()
-        results = []
-        for place, ((sequence, epoch), values) in enumerate(
-            zip(self._rows, self._packed.tolist(), strict=True)
-        ):
-            *emitted, accepted, num_drafts, flags = values
-            kept = emitted[: accepted + 1]
-            row_logprobs = logprobs[place](kept, sequence) if place in logprobs else None
-            results.append(RowResult(sequence, epoch, kept, num_drafts, accepted, flags, row_logprobs))
-        return results
-
-    def _read_logprobs(self) -> dict[int, _LogprobReader]:
-        if self._logprobs is None:
-            return {}
-        emitted, values, ids = (
-            t.tolist() for t in (self._logprobs.emitted, self._logprobs.top_values, self._logprobs.top_ids)
-        )
-        return {
-            place: _LogprobReader(*row)
-            for place, *row in zip(self._logprobs.index, emitted, values, ids, strict=True)
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class _LogprobReader:
-    """One row's log-probabilities on the host."""
-
-    emitted: list[float]
-    top_values: list[list[float]]
-    top_ids: list[list[int]]
-
-    def __call__(self, token_ids: list[int], sequence: Sequence) -> list[TokenLogprobs]:
-        wanted = sequence.request.params.logprobs or 0
-        return [
-            TokenLogprobs(
-                token, self.emitted[i], list(zip(self.top_ids[i], self.top_values[i], strict=True))[:wanted]
-            )
-            for i, token in enumerate(token_ids)
-        ]
+MANY_TOKENS = 16
+"""Tokens of a forward from which a CPU gains by more than one thread (measured: docs/performance.md)."""
 
 
 class Runner:
@@ -121,7 +56,11 @@ class Runner:
         self._draft_reach = draft_reach
         self._eager_reason = eager_reason
         self._device = pool.pages.device
+        self._stride = num_speculative_tokens + 1
+        self._threads = torch.get_num_threads()
         self._forwards: Counter[tuple[ForwardPhase, ForwardPath, ForwardReason]] = Counter()
+        self.counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._graphs: StepGraphs | None = None
         self.step = SpeculativeStep(
             decoder=self._decoder,
             draft=self._draft,
@@ -142,29 +81,97 @@ class Runner:
             row = self._state.block_table[slot, first : first + len(page_ids)]
             row.copy_(torch.tensor(page_ids, dtype=torch.int32), non_blocking=True)
 
+    def read_drafts(self, rows: Seq[Sequence]) -> list[list[int]]:
+        """The drafts that the next step verifies for each row, after waiting for everything launched so far."""
+        core = self._state.core.index_select(0, self._slots(rows)).tolist()
+        return [row[NEXT_TOKEN + 1 :][: row[NUM_DRAFTS]] for row in core]
+
     @torch.inference_mode()
-    def launch(self, rows: Seq[Sequence]) -> PendingStep:
-        """One speculative step over ``rows``; returns without waiting for it."""
-        slots = self._slots(rows)
+    def launch(self, rows: Seq[Sequence], allowed: Tensor | None = None) -> PendingStep:
+        """One speculative step over ``rows``; returns without waiting for it.
+
+        Args:
+            allowed: Where one of them has a grammar: what they may choose (``SpeculativeStep.run``), on the host.
+        """
+        self._use_threads(len(rows) * self._stride)
         # The upper bounds hold this step already
         width = self._width(max(row.written_upper_bound for row in rows) + self._draft_reach)
         params = [row.request.params for row in rows]
-        out = self.step.run(slots, width, choose_variant(params))
-        self._count("step", self._eager_reason)
+        variant = choose_variant(params)
+        if allowed is not None:
+            variant = replace(variant, constrained=True)
+        out = self._replay_or_run(rows, width, variant, allowed)
         wanted = [place for place, p in enumerate(params) if p.logprobs is not None]
-        logprobs = _device_logprobs(out.logits, out.packed, wanted) if wanted else None
+        logprobs = device_logprobs(out.logits, out.packed, wanted) if wanted else None
         return PendingStep([(row, row.epoch) for row in rows], out.packed, logprobs)
 
+    def _replay_or_run(
+        self, rows: Seq[Sequence], width: int, variant: Variant, allowed: Tensor | None
+    ) -> StepOutput:
+        """The step, replayed where a graph serves it; else eager, counted with the reason."""
+        reason = self._eager_reason
+        if self._graphs is not None:
+            out = self._graphs.run([_slot(row) for row in rows], variant, allowed)
+            if isinstance(out, StepOutput):
+                self._forwards["step", "replay", "none"] += 1
+                return out
+            reason = out
+        self._count("step", reason)
+        if allowed is not None:
+            allowed = allowed.to(self._device, non_blocking=True)
+        return self.step.run(self._slots(rows), width, variant, allowed)
+
     @torch.inference_mode()
-    def prefill(self, chunks: Seq[PrefillChunk]) -> None:
-        """Write the target's and the draft's KV of ``chunks``; slots with their last chunk can step next."""
+    def capture(
+        self, mode: Literal["cuda", "simulate"], max_rows: int, progress: Callable[[Progress], None]
+    ) -> float:
+        """Capture the step for every bucket up to ``max_rows``; the seconds that it took."""
+        graphs = StepGraphs(
+            self.step,
+            self._state,
+            self._pool,
+            stride=self._stride,
+            backend=self._backend.name,
+            max_rows=max_rows,
+            mode=mode,
+            counts=self.counts,
+        )
+        seconds = graphs.capture(VARIANTS, progress)
+        self._pool.scrub([SCRATCH_PAGE])
+        self._graphs = graphs
+        return seconds
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Seq[PrefillChunk]) -> PendingPrefill | None:
+        """Write the target's and the draft's KV of ``chunks``; slots with their last chunk can step next.
+
+        Returns:
+            What to read of them, if anything; it is not waited for.
+        """
+        self._use_threads(sum(len(chunk.token_ids) for chunk in chunks))
         slots = self._slots([chunk.sequence for chunk in chunks])
         spans = [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         shifted = [token for chunk in chunks for token in chunk.shifted_ids]
-        hidden = self._forward_packed(slots, spans, tokens, shifted)
+        target_hidden, hidden = self._forward_packed(slots, spans, tokens, shifted)
         self._count("prefill", "prefill")
         self._begin(chunks, spans, hidden)
+        return self._tell(chunks, slots, target_hidden)
+
+    def _tell(self, chunks: Seq[PrefillChunk], slots: Tensor, hidden: Tensor) -> PendingPrefill | None:
+        """What is to be read of ``chunks``; ``hidden`` ``[N, H]`` are the target's states of all their tokens."""
+        telling = [place for place, chunk in enumerate(chunks) if chunk.sequence.reads_prefill]
+        if not telling:
+            return None
+        parts = hidden.split([len(chunk.token_ids) for chunk in chunks])
+        scores = [
+            score(self._decoder, self._state.vocab_size, parts[place], chunks[place].shifted_ids)
+            if chunks[place].sequence.needs_prompt_logits
+            else None
+            for place in telling
+        ]
+        flags = self._state.core[:, FLAGS].index_select(0, slots[telling])
+        return PendingPrefill([chunks[place] for place in telling], flags, scores)
 
     def scrub(self, page_ids: list[int]) -> None:
         """Zero pages that a fault may have tainted, after everything launched so far."""
@@ -172,8 +179,12 @@ class Runner:
 
     def _forward_packed(
         self, slots: Tensor, spans: list[tuple[int, int]], tokens: list[int], shifted: list[int]
-    ) -> Tensor:
-        """A ragged forward of positions ``start..end`` of each slot: the last model's states ``[N, H]``."""
+    ) -> tuple[Tensor, Tensor]:
+        """A ragged forward of positions ``start..end`` of each slot.
+
+        Returns:
+            The target's states and the last model's, ``[N, H]`` each.
+        """
         device, size = self._device, self._pool.page_size
         lengths = [end - start for start, end in spans]
         layout = packed_layout(lengths, [start for start, _ in spans])
@@ -184,9 +195,9 @@ class Runner:
         attention = PackedAttention(self._backend, self._pool, layout, table, write_slots)
         hidden: Tensor = self._decoder(torch.tensor(tokens, device=device), positions, attention)
         self._state.raise_flags(slots, owners, classify(hidden, Flag.PREFILL_NAN, Flag.PREFILL_INF))
-        if self._draft is not None:
-            hidden = self._draft(hidden, torch.tensor(shifted, device=device), positions, attention)
-        return hidden
+        if self._draft is None:
+            return hidden, hidden
+        return hidden, self._draft(hidden, torch.tensor(shifted, device=device), positions, attention)
 
     def _begin(self, chunks: Seq[PrefillChunk], spans: list[tuple[int, int]], draft_hidden: Tensor) -> None:
         """Start the slots whose prefill is complete, with drafts where there is a draft model."""
@@ -222,8 +233,19 @@ class Runner:
         self._forwards.clear()
         return counts
 
+    def take_counts(self) -> list[Count]:
+        """Events since the last call."""
+        counts = [Count(name, labels, value) for (name, labels), value in self.counts.items()]
+        self.counts.clear()
+        return counts
+
     def _count(self, phase: ForwardPhase, reason: ForwardReason) -> None:
         self._forwards[(phase, "eager", reason)] += 1
+
+    def _use_threads(self, tokens: int) -> None:
+        """On a CPU, let a forward of few tokens run in one thread: waking others costs more than they save."""
+        if self._device.type == "cpu":
+            torch.set_num_threads(self._threads if tokens >= MANY_TOKENS else 1)
 
     def _slots(self, rows: Seq[Sequence]) -> Tensor:
         return torch.tensor([row.slot for row in rows], dtype=torch.int64).to(self._device)
@@ -233,10 +255,6 @@ class Runner:
         return min(-(-positions // self._pool.page_size), self._state.block_table.shape[1])
 
 
-def _device_logprobs(logits: Tensor, packed: Tensor, wanted: list[int]) -> _DeviceLogprobs:
-    """Log-probabilities of the emitted tokens under the target's raw distribution."""
-    index = torch.tensor(wanted, device=logits.device)
-    log_probs = logits.index_select(0, index).log_softmax(dim=-1)  # [R, W, V]
-    emitted = packed.index_select(0, index)[:, : logits.shape[1], None]
-    top = log_probs.topk(min(_MAX_LOGPROBS, log_probs.shape[-1]), dim=-1)
-    return _DeviceLogprobs(wanted, log_probs.gather(2, emitted).squeeze(2), top.values, top.indices)
+def _slot(row: Sequence) -> int:
+    assert row.slot is not None, f"request {row.request.request_id} has no slot"
+    return row.slot

@@ -30,6 +30,8 @@ class Variant:
     """Some row uses top_k, top_p or min_p: a sort."""
     processed: bool
     """Some row uses penalties, biases or min_tokens: vocabulary-wide tables."""
+    constrained: bool = False
+    """Some row has a grammar: the step reads a mask of allowed tokens. Only its verification does."""
 
 
 GREEDY: Final = Variant(sampled=False, truncated=False, processed=False)
@@ -44,6 +46,24 @@ def choose_variant(params: list[SamplingParams]) -> Variant:
         truncated=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in sampled),
         processed=any(processes_logits(p) for p in params),
     )
+
+
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a mask with one bit for each token."""
+    return -(-vocab_size // 32)
+
+
+def mask_logits(logits: Tensor, allowed: Tensor) -> Tensor:
+    """``logits`` with -inf where ``allowed`` has a 0.
+
+    Args:
+        logits: ``[B, R, V]`` float32.
+        allowed: ``[B, R, ceil(V / 32)]`` int32: token ``v`` is bit ``v % 32`` of word ``v // 32``.
+    """
+    # By bytes: a wider type would need four times the memory. All supported machines are little-endian
+    packed = allowed.view(torch.uint8)[..., None]  # [B, R, words * 4, 1]
+    bits = (packed >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
+    return logits.masked_fill(bits.flatten(2)[..., : logits.shape[-1]] == 0, float("-inf"))
 
 
 def process_logits(
@@ -123,4 +143,6 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
     # A uniform just below 1 can round up to the total, which would point past the last possible token
     below = torch.nextafter(total, torch.zeros_like(total))
     target = torch.minimum(uniform[:, None] * total, below)
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    index = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    # Only a NaN gets past the end; the guard halts the row, but until then the token must be a real one
+    return index.clamp_max(probs.shape[-1] - 1)

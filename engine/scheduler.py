@@ -15,13 +15,17 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Final
 
 from engine.errors import RequestError
 from engine.kv.manager import KvManager
 from engine.kv.prefix import Digest, sha256
 from engine.scheduler_config import SchedulerConfig
-from engine.sequence import Plan, PrefillChunk, RowResult, Sequence
-from engine.types import ErrorInfo, ForwardCount, Request, StepStats, TokenDelta
+from engine.sequence import Plan, PrefillChunk, PrefillResult, RowResult, Sequence
+from engine.types import ErrorInfo, FinishReason, ForwardCount, Request, StepStats, TokenDelta
+
+if TYPE_CHECKING:
+    from engine.grammar.constraint import Constraint
 
 __all__ = ["Plan", "PrefillChunk", "RowResult", "Scheduler", "SchedulerConfig", "Sequence"]
 
@@ -66,18 +70,26 @@ class Scheduler:
 
     # --- requests in and out --------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def check_request(self, request: Request) -> int:
+        """The most tokens of ``request``, prompt included.
 
         Raises:
             RequestError: It can never be served, or its id is that of a live request.
         """
         if request.request_id in self._live:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        limit = self.config.token_limit(request)
+        return self.config.token_limit(request)
+
+    def add(self, request: Request, constraint: Constraint | None = None) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: See ``check_request``.
+        """
+        limit = self.check_request(request)
         self._serial += 1
         order = (request.priority, request.arrival_time, self._serial)
-        sequence = Sequence(request, order, limit, self.config.stride)
+        sequence = Sequence(request, order, limit, self.config.stride, constraint)
         self._live[request.request_id] = sequence
         insort(self._waiting, sequence, key=_order)
 
@@ -144,6 +156,25 @@ class Scheduler:
                 deltas.append(self._keep(result))
         return deltas
 
+    def process_prefills(self, results: Seq[PrefillResult]) -> list[TokenDelta]:
+        """Take what prefills told of their prompts, and end the requests that asked for no more.
+
+        Results of an older epoch are dropped whole, as in ``process``.
+        """
+        deltas = []
+        for result in results:
+            sequence = result.sequence
+            if result.epoch != sequence.epoch:
+                continue
+            if result.logprobs is not None:
+                known = [] if result.start == 0 else sequence.prompt_logprobs or []
+                sequence.prompt_logprobs = known + result.logprobs
+            if result.is_last and sequence.only_prefills:
+                self._kv.publish(sequence)
+                deltas.append(self._tell(sequence, [], "length"))
+                self.release(sequence)
+        return deltas
+
     def stats(self, forwards: list[ForwardCount] | None = None) -> StepStats:
         """State now and counts since the last call; ``forwards`` is the runner's part."""
         stats = StepStats(
@@ -172,7 +203,8 @@ class Scheduler:
         for sequence in self._waiting:
             assert sequence.slot is None and not sequence.pages, "a waiting sequence holds something"
         for sequence in self._running:
-            assert not sequence.finished and len(sequence.tokens) < sequence.limit, "it should have ended"
+            ended = len(sequence.tokens) >= sequence.limit and not sequence.only_prefills
+            assert not sequence.finished and not ended, "it should have ended"
             if sequence.steps_in_flight:
                 reach = min(
                     sequence.written_upper_bound - self.config.stride + self.config.room,
@@ -293,7 +325,7 @@ class Scheduler:
             sequence.scheduled_time = self._clock()
             sequence.num_cached_tokens = sequence.prefilled
             self._prompt_tokens += sequence.num_prompt
-            if self.config.prefix_cache:
+            if self.config.prefix_cache and not sequence.needs_prompt_logits:
                 self._queried_tokens += sequence.num_prompt
                 self._hit_tokens += sequence.prefilled
 
@@ -320,21 +352,41 @@ class Scheduler:
         assert len(result.token_ids) == result.num_accepted + 1, "a step emits one more than it accepted"
         kept, reason = sequence.cut(result.token_ids)
         sequence.tokens += kept
-        is_first, sequence.has_emitted = not sequence.has_emitted, True
         self._kv.publish(sequence)
+        delta = self._tell(sequence, kept, reason, result)
         if reason is not None:
             self.release(sequence)
+        return delta
+
+    def _tell(
+        self,
+        sequence: Sequence,
+        kept: list[int],
+        reason: FinishReason | None,
+        result: RowResult | None = None,
+    ) -> TokenDelta:
+        """The delta of ``kept`` tokens; ``result`` is of the step that emitted them."""
+        is_first, sequence.has_emitted = not sequence.has_emitted, True
+        logprobs = None if result is None else result.logprobs
+        stopped = reason == "stop" and bool(kept) and kept[-1] in sequence.stop_ids
         return TokenDelta(
             request_id=sequence.request.request_id,
             token_ids=kept,
-            num_drafts=result.num_drafts,
-            num_accepted=min(result.num_accepted, len(kept)),
-            logprobs=None if result.logprobs is None else result.logprobs[: len(kept)],
+            num_drafts=0 if result is None else result.num_drafts,
+            num_accepted=0 if result is None else min(result.num_accepted, len(kept)),
+            logprobs=None if logprobs is None else logprobs[: len(kept)],
+            prompt_logprobs=sequence.prompt_logprobs if is_first else None,
             finish_reason=reason,
-            stop_token_id=kept[-1] if reason == "stop" else None,
+            stop_token_id=kept[-1] if stopped else None,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             scheduled_time=sequence.scheduled_time if is_first else None,
+            error=_DEAD_END if reason == "error" else None,
         )
+
+
+_DEAD_END: Final = ErrorInfo(
+    "invalid_request", "no token of the model can continue the output as the grammar wants it", "grammar"
+)
 
 
 def _order(sequence: Sequence) -> tuple[int, float, int]:

@@ -50,19 +50,19 @@ class SchedulerConfig:
         """Most tokens of ``request``, prompt included: ``max_tokens`` or the context end, what comes first.
 
         Raises:
-            RequestError: An empty or over-long prompt, no token to emit, or a length that the pool cannot
-                hold even for this request alone.
+            RequestError: An empty or over-long prompt, or a length that the pool cannot hold even for this
+                request alone.
         """
         num_prompt, max_tokens = len(request.prompt_token_ids), request.params.max_tokens
         if num_prompt == 0:
             raise RequestError("the prompt has no tokens", "prompt_token_ids")
-        if num_prompt >= self.max_model_len:
+        if num_prompt + min(max_tokens, 1) > self.max_model_len:
             raise RequestError(
                 f"the prompt has {num_prompt} tokens; the context holds {self.max_model_len} with the output",
                 "prompt_token_ids",
             )
-        if max_tokens < 1:
-            raise RequestError(f"max_tokens={max_tokens}: must be at least 1", "max_tokens")
+        if max_tokens < 0:
+            raise RequestError(f"max_tokens={max_tokens}: must be at least 0", "max_tokens")
         limit, longest = min(num_prompt + max_tokens, self.max_model_len), self.max_request_tokens
         if limit > longest:
             raise RequestError(

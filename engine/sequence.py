@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.kv.prefix import BlockKey, CachedBlock
 from engine.types import FinishReason, Request, TokenLogprobs
+
+if TYPE_CHECKING:
+    from engine.grammar.constraint import Constraint
 
 
 @dataclass(slots=True, eq=False)
@@ -16,12 +20,14 @@ class Sequence:
         order: Place in every queue: (priority, arrival time, serial number).
         limit: Most tokens, prompt included: ``max_tokens`` or the context end, whichever comes first.
         stride: Positions that one step writes, W.
+        constraint: The request's place in its grammar.
     """
 
     request: Request
     order: tuple[int, float, int]
     limit: int
     stride: int
+    constraint: Constraint | None = None
 
     tokens: list[int] = field(init=False)
     """Prompt, then the output that was kept."""
@@ -60,6 +66,8 @@ class Sequence:
     """When it first left the queue, monotonic seconds."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache at the first admission."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """What is known so far of those that were asked for, to tell in the first delta."""
     has_emitted: bool = False
     """A delta was returned: the facts of the first delta are told."""
 
@@ -67,6 +75,23 @@ class Sequence:
         self.tokens = list(self.request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.stop_ids = frozenset(self.request.params.stop_token_ids)
+        if self.request.params.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Its prefill gives log-probabilities too, so that it must compute every position of the prompt."""
+        return self.prompt_logprobs is not None and not self.has_emitted
+
+    @property
+    def only_prefills(self) -> bool:
+        """It ends with its prefill and never steps."""
+        return self.limit == self.num_prompt
+
+    @property
+    def reads_prefill(self) -> bool:
+        """What its prefill finds must be told to the scheduler."""
+        return self.only_prefills or self.needs_prompt_logits
 
     @property
     def written_upper_bound(self) -> int:
@@ -99,6 +124,15 @@ class Sequence:
 
     def cut(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """The part of a step's tokens that the request keeps, and the reason to end with it, if any."""
+        kept, reason = self._cut_at_limits(token_ids)
+        if self.constraint is None:
+            return kept, reason
+        count, ended = self.constraint.keep(kept[:-1] if reason == "stop" else kept)
+        if not ended:
+            return kept, reason
+        return kept[:count], "stop" if self.constraint.is_complete else "error"
+
+    def _cut_at_limits(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         kept = token_ids[: self.limit - len(self.tokens)]
         if self.stop_ids:
             for index, token in enumerate(kept):
@@ -154,3 +188,19 @@ class RowResult:
     """The guard's verdict (``engine.guard.Flag``); a halting one means that nothing was emitted."""
     logprobs: list[TokenLogprobs] | None = None
     """Of at least the tokens that are kept, where asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What a prefilled chunk told, of a sequence that needs its prompt's logits or ends with its prefill."""
+
+    sequence: Sequence
+    epoch: int
+    """``sequence.epoch`` when the chunk was launched."""
+    start: int
+    """Position of the chunk's first token."""
+    is_last: bool
+    flags: int = 0
+    """The guard's verdict so far, as in ``RowResult``."""
+    logprobs: list[TokenLogprobs] | None = None
+    """Of the token after each position of the chunk, where asked for."""

@@ -21,7 +21,7 @@ from engine.layout import uniform_layout
 from engine.model.decoder import Decoder
 from engine.model.draft import Draft
 from engine.rng import Purpose, uniforms
-from engine.sampler import Variant, distribution, draw, process_logits
+from engine.sampler import Variant, distribution, draw, mask_logits, process_logits
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 
 
@@ -104,12 +104,17 @@ class SpeculativeStep:
         self._state = state
         self._k = num_speculative_tokens
 
-    def run(self, slots: Tensor, width: int, variant: Variant) -> StepOutput:
-        """One whole step of ``slots`` ``[B]``; ``width``: pages of a block-table row that it can reach."""
+    def run(self, slots: Tensor, width: int, variant: Variant, allowed: Tensor | None = None) -> StepOutput:
+        """One whole step of ``slots`` ``[B]``; ``width``: pages of a block-table row that it can reach.
+
+        ``allowed`` ``[B, W, ceil(V / 32)]`` int32, for the constrained variants only: the tokens that each row may
+        choose at each position (see ``mask_logits``), all ones where there is no grammar.
+        """
+        assert variant.constrained == (allowed is not None), "constrained variants read a mask, and only they do"
         rows = self._load(slots, width, variant)
         positions, attention = self._forward_inputs(rows, rows.seq_len, self._k + 1)
         hidden, logits = self._verify(rows.tokens, positions, attention)
-        accepted = self._accept(rows, logits)
+        accepted = self._accept(rows, logits, allowed)
         drafted = None
         if self._draft_model is not None:
             draft_hidden = self._extend(hidden, accepted, positions, attention)
@@ -158,12 +163,14 @@ class SpeculativeStep:
         logits = self._decoder.logits(hidden).float()
         return hidden, logits.view(*tokens.shape, -1)
 
-    def _accept(self, rows: Rows, logits: Tensor) -> Accepted:
+    def _accept(self, rows: Rows, logits: Tensor, allowed: Tensor | None) -> Accepted:
         """How many drafts stand, and the tokens to emit: always distributed as the target's own."""
         drafts = rows.tokens[:, 1:]
         offsets = uniform_layout(1, self._k + 1, logits.device).offsets
         decided = rows.seq_len[:, None] + 1 + offsets  # [B, W]: position of the token that each row decides
         found = classify(logits, Flag.TARGET_NAN, Flag.TARGET_INF)  # [B, W]
+        if allowed is not None:
+            logits = mask_logits(logits, allowed)
         counts = None
         if rows.variant.processed:
             counts = self._state.output_counts.index_select(0, rows.slots)

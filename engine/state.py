@@ -72,6 +72,10 @@ class SlotState:
         self.output_counts = torch.zeros((m, v), dtype=torch.int32, device=device)
         self.prompt_seen = torch.zeros((m, v), dtype=torch.bool, device=device)
 
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """Name and tensor of each table."""
+        return [(name, value) for name, value in vars(self).items() if isinstance(value, Tensor)]
+
     def bind(
         self, slot: int, tokens: Sequence[int], num_prompt: int, params: SamplingParams, seed: int
     ) -> None:

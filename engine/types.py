@@ -19,15 +19,30 @@ ForwardReason = Literal[
 ]
 
 
+SyncReason = Literal["grammar"]
+GrammarKind = Literal["json_schema", "regex", "ebnf"]
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What the output must match, from its first token on; compiled by the engine before the request is queued."""
+
+    kind: GrammarKind
+    text: str
+    """A JSON schema, a regular expression for the whole output, or an EBNF grammar with the rule ``root``."""
+    param: str = "grammar"
+    """The request field to name in errors."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose tokens and when to stop. The service validates; the engine honours exactly.
 
-    Logits are processed in this order: ``logit_bias``, ``min_tokens`` mask, repetition, frequency and
-    presence penalties, temperature, ``min_p``, ``top_k``, ``top_p``.
+    Logits are processed in this order: ``grammar`` mask, ``logit_bias``, ``min_tokens`` mask, repetition,
+    frequency and presence penalties, temperature, ``min_p``, ``top_k``, ``top_p``.
     """
 
     max_tokens: int
-    """Most tokens to emit, >= 1; the context end may come first (both finish with "length")."""
+    """Most tokens to emit; the context end may come first (both finish with "length"). 0: the prompt is only
+    prefilled, for its ``prompt_logprobs``."""
     min_tokens: int = 0
     """No id of ``stop_token_ids`` can be chosen before this many tokens were emitted."""
     temperature: float = 1.0
@@ -47,6 +62,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``ignore_eos``). The stopping id is emitted as the last token."""
     logprobs: int | None = None
     """Number of top alternatives (0..20) for each emitted token; ``None``: no log-probabilities."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first. Such a request computes its whole prompt: it uses no block of
+    the prefix cache."""
+    grammar: GrammarSpec | None = None
+    """The output matches it, or can be continued to match it where a cap or a stop id with a text cuts it short.
+    Ids without text (end of sequence, special ones) can be chosen where the match is complete, and only those of
+    ``stop_token_ids``; where there are none and nothing else can follow, the request ends with "stop". Excludes
+    ``min_tokens``."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +92,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float
     top: list[tuple[int, float]]
     """(id, logprob) of the most probable tokens, best first."""
+    rank: int | None = None
+    """Place of ``token_id`` by probability, from 1; of prompt tokens only."""
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -94,6 +119,8 @@ class TokenDelta(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int = 0
     num_accepted: int = 0
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """In a request's first delta, where asked for: of prompt tokens 1, 2, ... (the first has none)."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The id that stopped the request (also the last of ``token_ids``)."""
@@ -113,6 +140,14 @@ class ForwardCount(msgspec.Struct, frozen=True):
     count: int
 
 
+class Count(msgspec.Struct, frozen=True):
+    """An increment of one of the engine's own counters; the service names and describes them."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: int
+
+
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     """State after, and counts since, one engine iteration. Counts are increments, never negative."""
 
@@ -127,6 +162,9 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
     preemptions: int = 0
+    counts: list[Count] = []
+    sync_steps: dict[SyncReason, int] = {}
+    """Steps of the overlapped schedule that had to wait for the step before them."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,9 +45,11 @@ class KvManager:
         """Set ``sequence.matched`` for a waiting sequence, anew only if the cache changed.
 
         One known position at least is left to prefill, so that the first step has the same drafts as without
-        the cache.
+        the cache. One that needs its prompt's logits matches nothing.
         """
-        if not self.prefix_cache or sequence.match_generation == self.cache.generation:
+        if not self.prefix_cache or sequence.needs_prompt_logits:
+            return
+        if sequence.match_generation == self.cache.generation:
             return
         count = max(len(sequence.tokens) - 2, 0) // self.page_size
         self.cache.extend_keys(sequence.keys, sequence.tokens, count)
@@ -59,6 +61,8 @@ class KvManager:
         index = len(sequence.matched)
         end = (index + 1) * self.page_size
         if not self.prefix_cache or not other.publishable or len(other.blocks) > index:
+            return False
+        if sequence.needs_prompt_logits:
             return False
         if len(sequence.tokens) - 2 < end or other.prefill_end < end:
             return False

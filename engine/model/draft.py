@@ -17,9 +17,7 @@ from engine.model.rope import RotaryTable
 class Draft(Protocol):
     """What the speculative step needs of a draft model."""
 
-    def __call__(
-        self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention
-    ) -> Tensor:
+    def __call__(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """The draft's hidden states ``[N, hidden]``, as its own next input and as input of ``logits``.
 
         Args:
@@ -66,9 +64,7 @@ class MtpDraft(nn.Module):
         self.head = head
         self.rotary = rotary
 
-    def forward(
-        self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """See ``Draft``."""
         embedded = self.embedding_norm(self.embedding(token_ids))
         x = self.merge(torch.cat((embedded, self.hidden_norm(hidden)), dim=-1))

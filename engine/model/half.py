@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 MAX_ERROR = 2.0**-25
 """Half of fp16's smallest step: the rounding of magnitudes below 2^-14. Larger ones must be exact."""
@@ -30,16 +31,24 @@ class HalfWeight:
         weight: fp32 on a CPU, ``is_exact`` and where ``is_available``.
     """
 
-    __slots__ = ("_few", "_many")
+    __slots__ = ("_few", "_many", "_no_bias")
 
     def __init__(self, weight: Tensor) -> None:
         weight = weight.contiguous()
+        self._no_bias = torch.zeros(weight.shape[0])
         self._few: Tensor = torch.fbgemm_pack_gemm_matrix_fp16(weight)
         self._many: Any = torch.ops.quantized.linear_prepack_fp16(weight, None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` ``[N, in]`` fp32 to ``[N, out]`` fp32."""
         if x.shape[0] <= FEW_ROWS:
+            if is_in_torch_dispatch_mode():
+                # A tracer would look inside the cheap call, whose kernel it cannot see, and record nothing.
+                bias = self._no_bias
+                traced: Tensor = torch.ops._quantized.wrapped_fbgemm_linear_fp16_weight(
+                    x, self._few, bias, bias.shape[0]
+                )
+                return traced
             return torch.fbgemm_linear_fp16_weight_fp32_activation(x, self._few, None)
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._many)
         return out

@@ -45,7 +45,8 @@ class RmsNorm(nn.Module):
         # sqrt(size) times the root mean square is hypot(|x|, sqrt(size * eps)): four cheap kernels where
         # the CPU's rms_norm runs six.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return (x / torch.hypot(norm, self.offset) * self.scaled_weight).to(x.dtype)
+        out: Tensor = (x / norm.hypot_(self.offset)).mul_(self.scaled_weight)
+        return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
 class Projection(nn.Module):
@@ -56,9 +57,7 @@ class Projection(nn.Module):
             by input; GPU libraries prefer the checkpoint's order, output by output.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, *, dtype: torch.dtype, input_major: bool
-    ) -> None:
+    def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, input_major: bool) -> None:
         super().__init__()
         self._half: HalfWeight | None = None
         self.weight: nn.Parameter | None

@@ -112,7 +112,7 @@ def _list_files(path: Path) -> tuple[list[str], dict[str, str] | None]:
     if not present:
         raise CheckpointError(f"{path}: holds no .safetensors file")
     if not (path / INDEX).exists():
-        if present != ["model.safetensors"] and len(present) > 1:
+        if len(present) > 1:
             raise CheckpointError(f"{path}: {len(present)} .safetensors files but no {INDEX}")
         return present, None
     weight_map = _read_index(path)

@@ -37,7 +37,7 @@ def test_equals_the_reference(seed: int, purpose: Purpose) -> None:
 def test_is_uniform_and_uncorrelated(seed: int) -> None:
     draws = {p: uniforms(torch.tensor(seed_key(seed)), POSITIONS, p).numpy() for p in Purpose}
     for values in draws.values():
-        assert 0 <= values.min() and values.max() < 1
+        assert values.min() >= 0 and values.max() < 1
         assert stats.kstest(values, "uniform").pvalue > 1e-4
         assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.01
     assert abs(np.corrcoef(draws[Purpose.ACCEPT], draws[Purpose.TOKEN])[0, 1]) < 0.01

@@ -23,7 +23,7 @@ def prompt(length: int, start: int = 0) -> list[int]:
         (0, 1, "prompt_token_ids"),
         (100, 1, "prompt_token_ids"),
         (101, 1, "prompt_token_ids"),
-        (5, 0, "max_tokens"),
+        (5, -1, "max_tokens"),
     ],
 )
 def test_a_request_without_a_future_is_refused(length: int, max_tokens: int, param: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ def logits_of(
     attention = SequenceAttention(config)
     edges = [0, *cuts, token_ids.shape[0]]
     parts = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         positions = torch.arange(start, end)
         parts.append(model.decoder(token_ids[start:end], positions, attention))
     return model.decoder.logits(torch.cat(parts))

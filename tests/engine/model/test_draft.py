@@ -157,7 +157,9 @@ def test_e9_number_of_mtp_layers(tmp_path: Path, declared: int, held: int) -> No
     config, model = load(f1.path)
     assert model.draft is None and model.report.mtp_layers_held == held
     if held == 0:
-        with pytest.raises(ConfigError if declared == 0 else CheckpointError, match="num_nextn_predict_layers"):
+        with pytest.raises(
+            ConfigError if declared == 0 else CheckpointError, match="num_nextn_predict_layers"
+        ):
             load(f1.path, with_draft=True)
         return
     config, model = load(f1.path, with_draft=True)
@@ -182,9 +184,7 @@ def test_e9_layer_kinds(tmp_path: Path, first_k_dense_replace: int, moe_layer_fr
     """Layers 0..2 by the rule; the MTP layer, index 3, is MoE although 3 % 2 is not 0."""
     raw = v3_config(first_k_dense_replace=first_k_dense_replace, moe_layer_freq=moe_layer_freq)
     config, model = load(build_f2(tmp_path, raw), with_draft=True)
-    expected = [
-        layer >= first_k_dense_replace and layer % moe_layer_freq == 0 for layer in range(3)
-    ]
+    expected = [layer >= first_k_dense_replace and layer % moe_layer_freq == 0 for layer in range(3)]
     assert [config.is_moe(layer) for layer in range(4)] == [*expected, True]
     assert isinstance(model.draft, MtpDraft)
     assert type(model.draft.layer.mlp).__name__ == "Moe"

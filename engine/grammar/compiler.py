@@ -1,0 +1,243 @@
+"""Requests with a grammar wait here, outside of the scheduler, until it is compiled; the engine's loop goes on."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import threading
+from collections import OrderedDict
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import ConfigError, RequestError
+from engine.grammar.constraint import Constraint
+from engine.token_bytes import read_tokenizer, token_bytes
+from engine.types import ErrorInfo, GrammarSpec, Request
+
+if TYPE_CHECKING:
+    import xgrammar
+
+COMPILE_SECONDS = 5.0
+"""Default for ``time_limit``."""
+START_SECONDS = 60.0
+"""How long the compiling process may take to start."""
+MAX_CHARS = 1 << 16
+"""Longest text of a grammar."""
+WORKERS = 2
+"""Compilations at once."""
+CACHE_ENTRIES = 256
+CACHE_BYTES = 256 << 20
+"""Bounds of the grammars that are kept compiled, those of running requests aside."""
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
+
+
+class _Refused(Exception):
+    """The grammar, or the tokenizer, is at fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The token texts as the matcher takes them."""
+
+    table: list[bytes]
+    """One entry for each id of the model, empty where no grammar can match it."""
+    silent_ids: frozenset[int]
+    """Ids with an empty entry."""
+    info: xgrammar.TokenizerInfo
+
+
+class GrammarCompiler:
+    """Compiles grammars in processes of their own, with limits, and keeps the results.
+
+    Args:
+        tokenizer_dir: Directory of ``tokenizer.json``.
+        vocab_size: Ids of the model.
+        eos_token_ids: The model's end-of-sequence ids, which are no text.
+        time_limit: Most seconds of one compilation.
+    """
+
+    def __init__(
+        self,
+        tokenizer_dir: Path,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+        time_limit: float = COMPILE_SECONDS,
+    ) -> None:
+        self._tokenizer_dir = tokenizer_dir
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._time_limit = time_limit
+        self._available = importlib.util.find_spec("xgrammar") is not None
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grammar")
+        self._lock = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled: OrderedDict[GrammarSpec, Future[xgrammar.CompiledGrammar]] = OrderedDict()
+        self._waiting: dict[str, tuple[Request, Future[xgrammar.CompiledGrammar]]] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is not compiled yet, or was not taken."""
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def submit(self, request: Request) -> None:
+        """Start to compile the request's grammar, unless it is known; ``take`` gives it back.
+
+        Raises:
+            RequestError: It is refused at once.
+        """
+        spec = request.params.grammar
+        assert spec is not None, f"request {request.request_id} has no grammar"
+        if not self._available:
+            message = "structured output needs the package xgrammar, which is not installed"
+            raise RequestError(message, spec.param)
+        if len(spec.text) > MAX_CHARS:
+            raise RequestError(f"the grammar is longer than {MAX_CHARS} characters", spec.param)
+        if request.params.min_tokens:
+            raise RequestError("min_tokens cannot be combined with a grammar", "min_tokens")
+        future = self._compiled.get(spec)
+        if future is None:
+            future = self._compiled[spec] = self._pool.submit(self._compile, spec)
+        self._compiled.move_to_end(spec)
+        self._waiting[request.request_id] = request, future
+
+    def abort(self, request_id: str) -> None:
+        """Forget a waiting request; unknown ids are ignored. What is being compiled is kept for the next one."""
+        entry = self._waiting.pop(request_id, None)
+        if entry is None:
+            return
+        request, future = entry
+        wanted = any(other is future for _, other in self._waiting.values())
+        if not wanted and future.cancel() and request.params.grammar is not None:
+            del self._compiled[request.params.grammar]
+
+    def take(self) -> list[tuple[Request, Constraint | ErrorInfo]]:
+        """The requests that need not wait any longer, each with its constraint or what is wrong with it."""
+        done = [request for request, future in self._waiting.values() if future.done()]
+        taken = [(request, self._outcome(request)) for request in done]
+        if done:
+            self._evict()
+        return taken
+
+    def wait(self, seconds: float) -> None:
+        """Return when a waiting request can be taken, or after ``seconds``."""
+        wait([future for _, future in self._waiting.values()], seconds, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        """Start nothing more; what runs ends by its own limits."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _outcome(self, request: Request) -> Constraint | ErrorInfo:
+        _, future = self._waiting.pop(request.request_id)
+        error = future.exception()
+        if error is None:
+            return self._constraint(request, future.result())
+        spec = request.params.grammar
+        assert spec is not None, "submit() takes requests with a grammar"
+        if isinstance(error, _Refused):
+            return ErrorInfo("invalid_request", str(error), spec.param)
+        # Not the grammar's fault: the next request tries again
+        self._compiled.pop(spec, None)
+        return ErrorInfo("internal_error", f"the grammar could not be compiled: {error}")
+
+    def _constraint(self, request: Request, compiled: xgrammar.CompiledGrammar) -> Constraint:
+        import xgrammar
+
+        assert self._vocabulary is not None, "a grammar was compiled for a vocabulary"
+        return Constraint(
+            xgrammar.GrammarMatcher(compiled),
+            self._vocab_size,
+            self._vocabulary.silent_ids,
+            request.params.stop_token_ids,
+        )
+
+    def _evict(self) -> None:
+        """Drop the grammars that were not used for longest."""
+        sizes = {
+            spec: future.result().memory_size_bytes if future.exception() is None else 0
+            for spec, future in self._compiled.items()
+            if future.done()
+        }
+        total = sum(sizes.values())
+        for spec, size in sizes.items():
+            if len(self._compiled) <= CACHE_ENTRIES and total <= CACHE_BYTES:
+                return
+            del self._compiled[spec]
+            total -= size
+
+    # --- in the pool's threads ------------------------------------------------------------------------------
+
+    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
+        import xgrammar
+
+        vocabulary = self._load_vocabulary()
+        text = _compile_apart(spec, vocabulary.table, self._time_limit)
+        return xgrammar.CompiledGrammar.deserialize_json(text, vocabulary.info)
+
+    def _load_vocabulary(self) -> _Vocabulary:
+        from engine.grammar import job
+
+        with self._lock:
+            if self._vocabulary is None:
+                table = self._token_texts()
+                silent = frozenset(token for token, text in enumerate(table) if not text)
+                self._vocabulary = _Vocabulary(table, silent, job.vocabulary(table))
+            return self._vocabulary
+
+    def _token_texts(self) -> list[bytes]:
+        try:
+            known = token_bytes(read_tokenizer(self._tokenizer_dir))
+        except ConfigError as exc:
+            raise _Refused(f"structured output is not possible with this model: {exc}") from None
+        if known.separated:
+            raise _Refused("structured output is not possible with this model: its tokens are separate words")
+        silent = known.special.union(self._eos_token_ids)
+        return [b"" if token in silent else known.of(token) for token in range(self._vocab_size)]
+
+
+def _compile_apart(spec: GrammarSpec, table: list[bytes], time_limit: float) -> str:
+    """Compile in a process that is ended at the time limit; the serialised grammar.
+
+    The processes are forked from one that has the libraries loaded and runs nothing else.
+
+    Raises:
+        _Refused: The grammar is at fault.
+    """
+    from engine.grammar import job
+
+    ours, theirs = _FORKSERVER.Pipe(duplex=False)
+    process = _FORKSERVER.Process(
+        target=job.run, args=(theirs, spec, table, int(time_limit) + 1), name="grammar", daemon=True
+    )
+    with ours:
+        with _starting:
+            _FORKSERVER.set_forkserver_preload([job.__name__])
+            process.start()
+        theirs.close()
+        try:
+            return _receive(ours, time_limit)
+        except EOFError:
+            raise _Refused("the grammar needs too much memory or is nested too deeply") from None
+        finally:
+            process.kill()
+            process.join()
+
+
+def _receive(connection: Connection, time_limit: float) -> str:
+    """The job's result. Raises ``_Refused`` or, where the process is gone, ``EOFError``."""
+    if not connection.poll(START_SECONDS):
+        raise TimeoutError(f"no process to compile in after {START_SECONDS:g} s")
+    connection.recv()
+    if not connection.poll(time_limit):
+        raise _Refused(f"the grammar takes more than {time_limit:g} s to compile")
+    compiled, text = connection.recv()
+    if not compiled:
+        raise _Refused(f"the grammar is not valid: {text}")
+    return str(text)

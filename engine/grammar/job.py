@@ -1,0 +1,138 @@
+"""Compiles one grammar, in a process of its own: a compilation cannot be interrupted, a process can be ended.
+
+Some short schemas take hours or all memory. The process has limits that hold even if nobody is left to end it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import xgrammar
+
+from engine.types import GrammarSpec
+
+MEMORY_BYTES = 1 << 30
+"""What a compilation may allocate."""
+COMPILED_BYTES = 32 << 20
+"""Largest compiled grammar."""
+MAX_SPACES = 16
+"""White space between the parts of a JSON document: without a bound, a model could write nothing else for ever."""
+
+_ORIGIN = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")
+_MAX_MESSAGE = 300
+_CHARACTERS = r" !#-\[\]-" + "\ud7ff\ue000-\U0010ffff"
+"""Those that stand for themselves in a JSON string, as the inside of a regular expression's set."""
+_VALUES = frozenset({"const", "enum", "default", "examples"})
+"""Keywords of JSON Schema whose value is data."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Those whose value is schemas by name."""
+
+
+class GrammarError(Exception):
+    """A grammar that cannot be compiled; the message is for who wrote it."""
+
+
+def vocabulary(table: Sequence[bytes]) -> xgrammar.TokenizerInfo:
+    """A vocabulary of ``table``'s texts and of one more id, ``len(table)``, that stands for the end of the output.
+
+    So a compiled grammar does not depend on a request's stop ids. Ids with an empty text are never allowed.
+    """
+    end = len(table)
+    return xgrammar.TokenizerInfo(
+        [*table, b""], xgrammar.VocabType.RAW, vocab_size=end + 1, stop_token_ids=[end]
+    )
+
+
+def compile_grammar(spec: GrammarSpec, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
+    """Compile ``spec``.
+
+    Raises:
+        GrammarError: It is not valid, matches nothing, or is too large.
+    """
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    try:
+        if spec.kind == "json_schema":
+            schema = json.dumps(_bound_by_pattern(json.loads(spec.text)))
+            compiled = compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_SPACES)
+        elif spec.kind == "regex":
+            compiled = compiler.compile_regex(spec.text)
+        else:
+            compiled = compiler.compile_grammar(spec.text)
+    except MemoryError:
+        raise GrammarError("it needs too much memory to compile") from None
+    except RecursionError:  # a RuntimeError too
+        raise GrammarError("it is nested too deeply") from None
+    except json.JSONDecodeError as exc:
+        raise GrammarError(f"it is not JSON: {exc}") from None
+    except RuntimeError as exc:
+        raise GrammarError(_readable(str(exc))) from None
+    if compiled.memory_size_bytes > COMPILED_BYTES:
+        raise GrammarError(f"it is larger than {COMPILED_BYTES >> 20} MiB when compiled")
+    bitmask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
+    if xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bitmask) and not bitmask.any():
+        raise GrammarError("nothing matches it")
+    return compiled
+
+
+def _bound_by_pattern(schema: Any) -> Any:
+    """``schema`` with lengths of strings as patterns.
+
+    The library lets strings of bounded length hold control characters, which are not JSON. It writes a pattern's
+    match as it is, so the pattern must leave them out, as well as quotes and backslashes.
+    """
+    if isinstance(schema, list):
+        return [_bound_by_pattern(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = dict(schema)
+    for key, item in schema.items():
+        if key in _NAMED and isinstance(item, dict):
+            kept[key] = {name: _bound_by_pattern(part) for name, part in item.items()}
+        elif key not in _VALUES:
+            kept[key] = _bound_by_pattern(item)
+    bounds = kept.get("minLength", 0), kept.get("maxLength", "")
+    if "string" not in _types(kept) or "pattern" in kept or bounds == (0, ""):
+        return kept
+    kept = {key: item for key, item in kept.items() if key not in ("minLength", "maxLength")}
+    return kept | {"pattern": f"^[{_CHARACTERS}]{{{bounds[0]},{bounds[1]}}}$"}
+
+
+def _types(schema: dict[str, Any]) -> list[Any]:
+    types = schema.get("type")
+    return types if isinstance(types, list) else [types]
+
+
+def run(connection: Connection, spec: GrammarSpec, table: Sequence[bytes], cpu_seconds: int) -> None:
+    """Send ``None`` when the work begins, then ``(True, serialised grammar)`` or ``(False, what is wrong)``."""
+    info = vocabulary(table)
+    _limit(cpu_seconds)
+    connection.send(None)
+    try:
+        answer = True, compile_grammar(spec, info).serialize_json()
+    except GrammarError as exc:
+        answer = False, str(exc)
+    connection.send(answer)
+
+
+def _limit(cpu_seconds: int) -> None:
+    """Bound this process's time and memory from now on."""
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for kind, limit in (
+        (resource.RLIMIT_CPU, int(used) + 1 + cpu_seconds),
+        (resource.RLIMIT_AS, mapped + MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def _readable(message: str) -> str:
+    """The library's message without its source position, on one line."""
+    text = " ".join(_ORIGIN.sub("", message).split()).rstrip(".")
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."
