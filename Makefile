@@ -11,10 +11,10 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install test lint format docs lock clean
+.PHONY: help serve install test lint format docs lock image-check clean
 
 help:  ## List the targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 serve: $(VENV)/.runtime  ## Serve the shipped model; options as EYAS_* variables.
 	@exec $(BIN)/eyas serve
@@ -34,8 +34,12 @@ format: $(VENV)/.dev  ## Format the code.
 
 docs: $(VENV)/.dev  ## Write the generated documentation.
 	$(BIN)/python -m service.metrics > docs/metrics.md
+	$(BIN)/python -m deploy.grafana.generate
 	$(BIN)/python -m service.settings > $(VENV)/options.md
 	sed -i -e '/<!-- options -->/,/<!-- \/options -->/{//!d}' -e '/<!-- options -->/r $(VENV)/options.md' README.md
+
+image-check:  ## Prove the container image's steps in a clean Debian root (as root).
+	deploy/image_check.sh
 
 LOCK := --quiet --upgrade --strip-extras --no-annotate --no-header --allow-unsafe \
 	--no-emit-index-url --no-emit-find-links --no-emit-trusted-host
@@ -44,6 +48,9 @@ lock: $(VENV)/.dev  ## Choose the newest allowed versions anew.
 	$(BIN)/pip-compile $(LOCK) -o requirements.lock pyproject.toml
 	$(BIN)/pip-compile $(LOCK) --extra dev -o requirements-dev.lock pyproject.toml
 	sed -i -e 's/+cpu$$//' requirements.lock requirements-dev.lock
+	$(BIN)/pip-compile $(LOCK) --extra dev --extra grammar -o $(VENV)/grammar.lock pyproject.toml
+	sed -i -e '/^[^#]/d' requirements-grammar.lock
+	grep -E '^(apache-tvm-ffi|regex|transformers|xgrammar)==' $(VENV)/grammar.lock >> requirements-grammar.lock
 
 clean:  ## Remove the virtual environment and caches.
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -54,9 +61,10 @@ $(VENV)/.python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.runtime: requirements.lock pyproject.toml | $(VENV)/.python
+$(VENV)/.runtime: requirements.lock requirements-grammar.lock pyproject.toml | $(VENV)/.python
 	$(PIP) install $(TORCH)
 	$(PIP) install -r requirements.lock
+	$(PIP) install --no-deps -r requirements-grammar.lock
 	$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 

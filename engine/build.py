@@ -174,6 +174,7 @@ class _Factory:
             state=state,
             num_speculative_tokens=resolved.num_speculative_tokens,
             draft_reach=resolved.draft_reach,
+            hidden_size=config.hidden_size,
         )
 
     def assemble(self, num_pages: int, max_model_len: int) -> Parts:

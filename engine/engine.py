@@ -15,8 +15,8 @@ from torch import Tensor
 
 from engine.build import Parts, build
 from engine.errors import RequestError
-from engine.grammar.constraint import Constraint
-from engine.guard import HALTING, Flag
+from engine.grammar.walker import WALK_SECONDS, Constraint
+from engine.guard import HALTING, Flag, events
 from engine.options import EngineOptions
 from engine.pending import PendingStep
 from engine.prompt_logprobs import PendingPrefill
@@ -27,8 +27,8 @@ from engine.types import EngineInfo, ErrorInfo, Outputs, Progress, Request, Step
 
 _COMPILE_WAIT_SECONDS = 0.01
 """How long an otherwise idle iteration waits for a grammar."""
-_WALK_SECONDS = 1.0
-"""Longest time on the host that one request's grammar may take in one step."""
+_WALK_ALL_SECONDS = 2.0
+"""From when on a step asks no more of its rows' grammars: an engine that is silent for too long counts as stuck."""
 
 
 class _Launched(NamedTuple):
@@ -120,9 +120,9 @@ class Engine:
         # Of one known token there is nothing to prefill
         empty = [one for one in plan.bind if one.only_prefills and not one.prefill_end]
         deltas += self._scheduler.process_prefills([PrefillResult(one, one.epoch, 0, True) for one in empty])
+        deltas += self._fail_overdue()
         launched = _Launched(step, prefill, allowed is not None)
         deltas += self._collect(launched if step is not None or prefill is not None else None)
-        deltas += self._fail_overdue()
         return Outputs(deltas=deltas, stats=self._stats())
 
     def _add_compiled(self) -> list[TokenDelta]:
@@ -154,21 +154,22 @@ class Engine:
         words = mask_words(self.info.vocab_size)
         allowed = torch.full((len(rows), self.info.num_speculative_tokens + 1, words), -1, dtype=torch.int32)
         drafts = self._runner.read_drafts([row for _, row in constrained])
+        deadline = time.monotonic() + _WALK_ALL_SECONDS
         for (place, row), row_drafts in zip(constrained, drafts, strict=True):
             assert row.constraint is not None, "a constrained row has a constraint"
-            started = time.monotonic()
-            row.constraint.fill(row_drafts, allowed[place].numpy())
-            if time.monotonic() - started > _WALK_SECONDS:
+            output = row.tokens[row.num_prompt :]
+            mask = allowed[place].numpy()
+            if time.monotonic() > deadline or not self._grammars.walker.walk(
+                row.constraint, output, row_drafts, mask
+            ):
                 self._overdue.append(row)
         self._sync_steps += self._overlap
         return allowed
 
     def _fail_overdue(self) -> list[TokenDelta]:
-        """End the requests whose grammar holds up all others."""
-        message = f"the grammar takes more than {_WALK_SECONDS:g} s to follow in one step"
+        """End the requests whose grammar cannot be followed; their step, which had no mask, is void."""
         overdue, self._overdue = self._overdue, []
-        error = ErrorInfo("invalid_request", message, "grammar")
-        return [self._scheduler.fail(sequence, error)[0] for sequence in overdue if not sequence.finished]
+        return [self._scheduler.fail(sequence, _overdue(sequence))[0] for sequence in overdue]
 
     def _collect(self, launched: _Launched | None) -> list[TokenDelta]:
         """Process the results of this iteration (sync), or of the one before it (overlap)."""
@@ -181,20 +182,20 @@ class Engine:
         prefills = [] if launched.prefill is None else launched.prefill.results()
         rows = [] if launched.step is None else launched.step.results()
         told: list[RowResult | PrefillResult] = [*prefills, *rows]
+        for result in told:
+            self._runner.counts.update(events(result.flags) if result.flags else ())
         deltas = [self._fail(result) for result in told if _is_fault(result)]
         deltas += self._scheduler.process_prefills(prefills)
         return deltas + self._scheduler.process(rows)
 
     def _fail(self, result: RowResult | PrefillResult) -> TokenDelta:
         """End a request whose logits were not finite; its epoch moves on, so nothing of it is kept."""
-        flags = Flag(result.flags)
-        position = len(result.sequence.tokens)
-        error = ErrorInfo(
-            "numerical_error", f"the model's output for token {position} is not finite ({flags!r})"
-        )
+        position, found = len(result.sequence.tokens), Flag(result.flags & HALTING).name
+        error = ErrorInfo("numerical_error", f"the model's output for token {position} is not finite ({found})")
         delta, tainted = self._scheduler.fail(result.sequence, error)
         if tainted:
             self._runner.scrub(tainted)
+            self._runner.counts["nan_guard_pages_scrubbed", ()] += len(tainted)
         return delta
 
     def _stats(self) -> StepStats:
@@ -203,9 +204,7 @@ class Engine:
         sync_steps: dict[SyncReason, int] = {"grammar": self._sync_steps} if self._sync_steps else {}
         self._sync_steps = 0
         counts = self._runner.take_counts()
-        return msgspec.structs.replace(
-            stats, requests_waiting=waiting, sync_steps=sync_steps, counts=counts
-        )
+        return msgspec.structs.replace(stats, requests_waiting=waiting, sync_steps=sync_steps, counts=counts)
 
     def close(self) -> None:
         """Wait for the device and drop what is in flight."""
@@ -218,6 +217,12 @@ class Engine:
 def _is_fault(result: RowResult | PrefillResult) -> bool:
     """A halted row of a request that is still live as it was launched."""
     return bool(result.flags & HALTING) and result.epoch == result.sequence.epoch
+
+
+def _overdue(sequence: Sequence) -> ErrorInfo:
+    spec = sequence.request.params.grammar
+    message = f"the grammar takes more than {WALK_SECONDS:g} s, or too much memory, to follow in one step"
+    return ErrorInfo("invalid_request", message, spec.param if spec is not None else None)
 
 
 def _seed_source(seed: int | None) -> Callable[[], int]:

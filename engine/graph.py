@@ -1,8 +1,9 @@
 """Captured steps: one graph a bucket of rows, frozen at capture, replayed with nothing but new slot ids.
 
 All that a step reads is device state indexed by slot, so the inputs of a captured step are its slots, and for
-grammars a mask of allowed tokens. What capture freezes is written down in a ``GraphContract``; each replay compares
-the contract with the present **by value** and refuses on the first field that differs.
+grammars a mask of allowed tokens. The draft phase behind a prefill is captured too, as ``draft``. What capture
+freezes is written down in a ``GraphContract``; each replay compares the contract with the present **by value** and
+refuses on the first field that differs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from engine.spec import SpeculativeStep, StepOutput
 from engine.state import SlotState
 from engine.types import ForwardReason, Progress
 
-GraphMode = Literal["cuda", "simulate", "off"]
+Phase = Literal["step", "draft"]
+Outputs = tuple[Tensor, ...]
+_Key = tuple[Phase, int, Variant]
 
 CONSTRAINED: Final = Variant(sampled=True, truncated=True, processed=True, constrained=True)
 VARIANTS: Final = (GREEDY, FULL, CONSTRAINED)
@@ -52,6 +55,8 @@ class StepBuffers:
     """``[max_rows]`` int64."""
     allowed: Tensor = field(metadata={"filler": -1})
     """``[max_rows, W, ceil(V / 32)]`` int32, one bit a token; all ones for free and padding rows."""
+    hidden: Tensor = field(metadata={"filler": 0})
+    """``[max_rows, H]``, the draft's states behind a prefill (phase ``draft`` only)."""
 
     def inputs(self) -> Iterator[tuple[str, Tensor, int]]:
         """Name, tensor and filler of each input."""
@@ -76,6 +81,7 @@ class Binding:
 class GraphContract:
     """What a captured step holds frozen."""
 
+    phase: Phase
     rows: int
     stride: int
     variant: Variant
@@ -100,15 +106,15 @@ class GraphContract:
 
 
 class _Captured(Protocol):
-    """A captured step."""
+    """A captured phase."""
 
-    def replay(self) -> StepOutput: ...
+    def replay(self) -> Outputs: ...
 
 
-class _CudaStep:
+class _CudaGraph:
     """A CUDA graph and the tensors that it writes."""
 
-    def __init__(self, run: Callable[[], StepOutput], pool: Any) -> None:
+    def __init__(self, run: Callable[[], Outputs], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -118,29 +124,25 @@ class _CudaStep:
         with torch.cuda.graph(self._graph, pool=pool):
             self._out = run()
 
-    def replay(self) -> StepOutput:
+    def replay(self) -> Outputs:
         self._graph.replay()
         return self._out
 
 
-class _SimulatedStep:
-    """A trace of the step over its static buffers: host values, shapes and pointers are frozen as in a CUDA graph.
+class _SimulatedGraph:
+    """A trace over the static buffers: host values, shapes and pointers are frozen as in a CUDA graph.
 
-    Tracing with fake tensors fails where the step looks at a value, as a capture would.
+    Tracing with fake tensors fails where the phase looks at a value, as a capture would.
     """
 
-    def __init__(self, run: Callable[[], StepOutput], slots: Tensor) -> None:
+    def __init__(self, run: Callable[[], Outputs], slots: Tensor) -> None:
         run()  # fills caches with real tensors
         self._slots = slots
-        self._trace = make_fx(lambda _: _as_tuple(run()), tracing_mode="fake", _allow_non_fake_inputs=True)(slots)
+        self._trace = make_fx(lambda _: run(), tracing_mode="fake", _allow_non_fake_inputs=True)(slots)
 
-    def replay(self) -> StepOutput:
-        packed, logits = self._trace(self._slots)
-        return StepOutput(packed, logits)
-
-
-def _as_tuple(out: StepOutput) -> tuple[Tensor, Tensor]:
-    return out.packed, out.logits
+    def replay(self) -> Outputs:
+        out: Outputs = self._trace(self._slots)
+        return out
 
 
 class StepGraphs:
@@ -162,6 +164,7 @@ class StepGraphs:
         *,
         stride: int,
         backend: str,
+        hidden_size: int,
         max_rows: int,
         mode: Literal["cuda", "simulate"],
         counts: Counter[tuple[str, tuple[str, ...]]],
@@ -175,14 +178,15 @@ class StepGraphs:
         self._mode = mode
         self._counts = counts
         self._buckets = buckets(max_rows)
-        self._captured: dict[tuple[int, Variant], tuple[GraphContract, _Captured]] = {}
-        self._violations: Counter[tuple[int, Variant]] = Counter()
+        self._captured: dict[_Key, tuple[GraphContract, _Captured]] = {}
+        self._violations: Counter[_Key] = Counter()
         device = state.core.device
         words = mask_words(state.vocab_size)
         self.buffers = StepBuffers(
             padding_slot=state.padding_slot,
             slots=torch.full((max_rows,), state.padding_slot, dtype=torch.int64, device=device),
             allowed=torch.full((max_rows, stride, words), -1, dtype=torch.int32, device=device),
+            hidden=torch.zeros((max_rows, hidden_size), dtype=pool.pages.dtype, device=device),
         )
         self._stages = [self._make_stage() for _ in range(_STAGES)]
         self._turn = 0
@@ -190,7 +194,7 @@ class StepGraphs:
     @property
     def captured_rows(self) -> list[int]:
         """Row counts that can be replayed, ascending."""
-        return sorted({rows for rows, _ in self._captured})
+        return sorted({rows for _, rows, _ in self._captured})
 
     def capture(self, variants: tuple[Variant, ...], progress: Callable[[Progress], None]) -> float:
         """Capture every bucket, the largest first, into one memory pool; returns the seconds that it took.
@@ -200,28 +204,40 @@ class StepGraphs:
         """
         start = time.perf_counter()
         pool = torch.cuda.graph_pool_handle() if self._mode == "cuda" else None
-        wanted = [(rows, variant) for rows in reversed(self._buckets) for variant in variants]
+        phases: list[Phase] = ["step", "draft"] if self._stride > 1 else ["step"]
+        wanted: list[_Key] = [
+            (phase, rows, variant)
+            for rows in reversed(self._buckets)
+            for phase in phases
+            for variant in variants
+            if phase == "step" or not variant.constrained
+        ]
         for done, key in enumerate(wanted):
             progress(Progress(stage="capturing", done=done, total=len(wanted)))
-            self._copy_in(key[0], [], None)
+            self._copy_in(key[1], [], None, None)
             try:
                 self._captured[key] = (self._contract(*key), self._capture_one(*key, pool))
             except (RuntimeError, NotImplementedError) as error:
                 raise ConfigError(
-                    f"capturing the step of {key[0]} rows ({key[1]}) failed: {error}; --graphs off runs without"
+                    f"capturing the {key[0]} of {key[1]} rows ({key[2]}) failed: {error}; --graphs off runs "
+                    "without"
                 ) from error
         progress(Progress(stage="capturing", done=len(wanted), total=len(wanted)))
         return time.perf_counter() - start
 
-    def _capture_one(self, rows: int, variant: Variant, pool: Any) -> _Captured:
+    def _capture_one(self, phase: Phase, rows: int, variant: Variant, pool: Any) -> _Captured:
         buffers, width = self.buffers, self._table_width
-        slots = buffers.slots[:rows]
+        slots, hidden = buffers.slots[:rows], buffers.hidden[:rows]
         allowed = buffers.allowed[:rows] if variant.constrained else None
 
-        def run() -> StepOutput:
-            return self._step.run(slots, width, variant, allowed)
+        def run() -> Outputs:
+            if phase == "draft":
+                self._step.begin(slots, width, variant, hidden)
+                return (slots,)
+            out = self._step.run(slots, width, variant, allowed)
+            return out.packed, out.logits
 
-        return _CudaStep(run, pool) if self._mode == "cuda" else _SimulatedStep(run, slots)
+        return _CudaGraph(run, pool) if self._mode == "cuda" else _SimulatedGraph(run, slots)
 
     def run(self, slots: list[int], variant: Variant, allowed: Tensor | None) -> StepOutput | ForwardReason:
         """Replay the step of ``slots``; or why it cannot be replayed, and must run eager.
@@ -230,10 +246,21 @@ class StepGraphs:
             variant: Least variant that serves the rows.
             allowed: ``[len(slots), W, words]`` int32 on the host, for a constrained variant.
         """
+        out = self._replay("step", slots, variant, allowed, None)
+        return StepOutput(*(one[: len(slots)] for one in out)) if isinstance(out, tuple) else out
+
+    def begin(self, slots: list[int], variant: Variant, hidden: Tensor) -> ForwardReason | None:
+        """Replay the draft phase behind a prefill; or why it must run eager. ``hidden``: ``[len(slots), H]``."""
+        out = self._replay("draft", slots, variant, None, hidden)
+        return None if isinstance(out, tuple) else out
+
+    def _replay(
+        self, phase: Phase, slots: list[int], variant: Variant, allowed: Tensor | None, hidden: Tensor | None
+    ) -> Outputs | ForwardReason:
         rows = next((rows for rows in self._buckets if rows >= len(slots)), None)
         if rows is None:
             return "above_bucket"
-        key = (rows, self._wider(variant))
+        key: _Key = (phase, rows, self._wider(variant))
         if self._violations[key] >= DISABLE_AFTER:
             return "disabled"
         contract, captured = self._captured[key]
@@ -243,11 +270,11 @@ class StepGraphs:
             self._counts["graph_contract_violations", (violated,)] += 1
             self._violations[key] += 1
             return "contract"
-        self._copy_in(rows, slots, allowed)
+        self._copy_in(rows, slots, allowed, hidden)
         out = captured.replay()
-        self._counts["graph_replays", ("step", str(rows))] += 1
+        self._counts["graph_replays", (phase, str(rows))] += 1
         self._counts["graph_padding_rows", ()] += rows - len(slots)
-        return StepOutput(out.packed[: len(slots)], out.logits[: len(slots)])
+        return out
 
     @staticmethod
     def _wider(variant: Variant) -> Variant:
@@ -256,11 +283,12 @@ class StepGraphs:
             return CONSTRAINED
         return GREEDY if variant == GREEDY else FULL
 
-    def _contract(self, rows: int, variant: Variant) -> GraphContract:
+    def _contract(self, phase: Phase, rows: int, variant: Variant) -> GraphContract:
         """What a replay of this graph would rely on, as it is now."""
         inputs = [(name, tensor[:rows]) for name, tensor, _ in self.buffers.inputs()]
         bound = [*inputs, *self._bound]
         return GraphContract(
+            phase=phase,
             rows=rows,
             stride=self._stride,
             variant=variant,
@@ -282,15 +310,17 @@ class StepGraphs:
         }
         return StepBuffers(padding_slot=self.buffers.padding_slot, **twins)
 
-    def _copy_in(self, rows: int, slots: list[int], allowed: Tensor | None) -> None:
+    def _copy_in(self, rows: int, slots: list[int], allowed: Tensor | None, hidden: Tensor | None) -> None:
         """Write a bucket's inputs: the live rows, then each input's filler up to ``rows``."""
         stage = self._stages[self._turn]
         self._turn = (self._turn + 1) % _STAGES
         given = {"slots": torch.tensor(slots, dtype=torch.int64), "allowed": allowed}
         for (name, target, filler), (_, source, _) in zip(self.buffers.inputs(), stage.inputs(), strict=True):
-            live = given[name]
-            if live is None:
-                continue
-            source[: len(slots)] = live
-            source[len(slots) : rows] = filler
-            target[:rows].copy_(source[:rows], non_blocking=True)
+            live = given.get(name)
+            if live is not None:
+                source[: len(slots)] = live
+                source[len(slots) : rows] = filler
+                target[:rows].copy_(source[:rows], non_blocking=True)
+        if hidden is not None:  # it is on the device already
+            self.buffers.hidden[: len(slots)] = hidden
+            self.buffers.hidden[len(slots) : rows] = 0

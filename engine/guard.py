@@ -58,6 +58,29 @@ def reduce_rows(flags: Tensor, rows: Tensor) -> Tensor:
 
 _NONE: Final = 1 << 30
 
+_TRIPS: Final = {
+    Flag.TARGET_NAN: ("verify", "nan"),
+    Flag.TARGET_INF: ("verify", "inf"),
+    Flag.DRAFT_NAN: ("draft", "nan"),
+    Flag.DRAFT_INF: ("draft", "inf"),
+    Flag.PREFILL_NAN: ("prefill", "nan"),
+    Flag.PREFILL_INF: ("prefill", "inf"),
+}
+
+
+def events(flags: int) -> list[tuple[str, tuple[str, ...]]]:
+    """What to count for a row's flag word: metric names and label values."""
+    found: list[tuple[str, tuple[str, ...]]] = [
+        ("nan_guard_trips", labels) for flag, labels in _TRIPS.items() if flags & flag
+    ]
+    if flags & HALTING:
+        found.append(("nan_guard_actions", ("failed", "model")))
+    elif flags & (Flag.DRAFT_NAN | Flag.DRAFT_INF):
+        found.append(("nan_guard_actions", ("drafts_dropped", "draft")))
+    if flags & Flag.IGNORED:
+        found.append(("nan_guard_actions", ("ignored", "none")))
+    return found
+
 
 def is_halted(flags: Tensor) -> Tensor:
     """Whether a flag word halts its slot: bool of the same shape."""

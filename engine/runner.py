@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -46,6 +47,7 @@ class Runner:
         state: SlotState,
         num_speculative_tokens: int,
         draft_reach: int,
+        hidden_size: int,
         eager_reason: ForwardReason = "no_graphs",
     ) -> None:
         self._decoder = model.decoder
@@ -54,10 +56,10 @@ class Runner:
         self._pool = pool
         self._state = state
         self._draft_reach = draft_reach
+        self._hidden_size = hidden_size
         self._eager_reason = eager_reason
         self._device = pool.pages.device
         self._stride = num_speculative_tokens + 1
-        self._threads = torch.get_num_threads()
         self._forwards: Counter[tuple[ForwardPhase, ForwardPath, ForwardReason]] = Counter()
         self.counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self._graphs: StepGraphs | None = None
@@ -93,14 +95,16 @@ class Runner:
         Args:
             allowed: Where one of them has a grammar: what they may choose (``SpeculativeStep.run``), on the host.
         """
-        self._use_threads(len(rows) * self._stride)
         # The upper bounds hold this step already
         width = self._width(max(row.written_upper_bound for row in rows) + self._draft_reach)
         params = [row.request.params for row in rows]
         variant = choose_variant(params)
         if allowed is not None:
             variant = replace(variant, constrained=True)
-        out = self._replay_or_run(rows, width, variant, allowed)
+        with self._threads_for(len(rows) * self._stride):
+            out = self._replay_or_run(rows, width, variant, allowed)
+        self.counts["nan_guard_rows_checked", ("verify",)] += len(rows) * self._stride
+        self.counts["nan_guard_rows_checked", ("draft",)] += len(rows) * (self._stride - 1)
         wanted = [place for place, p in enumerate(params) if p.logprobs is not None]
         logprobs = device_logprobs(out.logits, out.packed, wanted) if wanted else None
         return PendingStep([(row, row.epoch) for row in rows], out.packed, logprobs)
@@ -132,6 +136,7 @@ class Runner:
             self._pool,
             stride=self._stride,
             backend=self._backend.name,
+            hidden_size=self._hidden_size,
             max_rows=max_rows,
             mode=mode,
             counts=self.counts,
@@ -148,14 +153,16 @@ class Runner:
         Returns:
             What to read of them, if anything; it is not waited for.
         """
-        self._use_threads(sum(len(chunk.token_ids) for chunk in chunks))
         slots = self._slots([chunk.sequence for chunk in chunks])
         spans = [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         shifted = [token for chunk in chunks for token in chunk.shifted_ids]
-        target_hidden, hidden = self._forward_packed(slots, spans, tokens, shifted)
+        with self._threads_for(len(tokens)):
+            target_hidden, hidden = self._forward_packed(slots, spans, tokens, shifted)
         self._count("prefill", "prefill")
-        self._begin(chunks, spans, hidden)
+        self.counts["nan_guard_rows_checked", ("prefill",)] += len(tokens)
+        with self._threads_for(len(chunks)):
+            self._begin(chunks, spans, hidden)
         return self._tell(chunks, slots, target_hidden)
 
     def _tell(self, chunks: Seq[PrefillChunk], slots: Tensor, hidden: Tensor) -> PendingPrefill | None:
@@ -211,8 +218,14 @@ class Runner:
         hidden = draft_hidden.index_select(0, last_rows[done].to(self._device))
         width = self._width(max(spans[place][1] for place in done) + self._draft_reach)
         variant = choose_variant([sequence.request.params for sequence in sequences])
+        reason: ForwardReason | None = self._eager_reason
+        if self._graphs is not None:
+            reason = self._graphs.begin([_slot(one) for one in sequences], variant, hidden)
+        if reason is None:
+            self._forwards["draft", "replay", "none"] += 1
+            return
+        self._count("draft", reason)
         self.step.begin(self._slots(sequences), width, variant, hidden)
-        self._count("draft", self._eager_reason)
 
     @torch.inference_mode()
     def warm_up(self, prefill_tokens: int) -> None:
@@ -242,10 +255,18 @@ class Runner:
     def _count(self, phase: ForwardPhase, reason: ForwardReason) -> None:
         self._forwards[(phase, "eager", reason)] += 1
 
-    def _use_threads(self, tokens: int) -> None:
-        """On a CPU, let a forward of few tokens run in one thread: waking others costs more than they save."""
-        if self._device.type == "cpu":
-            torch.set_num_threads(self._threads if tokens >= MANY_TOKENS else 1)
+    @contextmanager
+    def _threads_for(self, tokens: int) -> Iterator[None]:
+        """On a CPU, one thread for a forward of few tokens: waking others costs more than they save."""
+        if self._device.type != "cpu" or tokens >= MANY_TOKENS:
+            yield
+            return
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def _slots(self, rows: Seq[Sequence]) -> Tensor:
         return torch.tensor([row.slot for row in rows], dtype=torch.int64).to(self._device)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from engine.errors import RequestError
 from engine.kv.manager import KvManager
@@ -25,7 +25,7 @@ from engine.sequence import Plan, PrefillChunk, PrefillResult, RowResult, Sequen
 from engine.types import ErrorInfo, FinishReason, ForwardCount, Request, StepStats, TokenDelta
 
 if TYPE_CHECKING:
-    from engine.grammar.constraint import Constraint
+    from engine.grammar.walker import Constraint
 
 __all__ = ["Plan", "PrefillChunk", "RowResult", "Scheduler", "SchedulerConfig", "Sequence"]
 
@@ -380,13 +380,14 @@ class Scheduler:
             stop_token_id=kept[-1] if stopped else None,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             scheduled_time=sequence.scheduled_time if is_first else None,
-            error=_DEAD_END if reason == "error" else None,
+            error=_dead_end(sequence) if reason == "error" else None,
         )
 
 
-_DEAD_END: Final = ErrorInfo(
-    "invalid_request", "no token of the model can continue the output as the grammar wants it", "grammar"
-)
+def _dead_end(sequence: Sequence) -> ErrorInfo:
+    spec = sequence.request.params.grammar
+    message = "no token of the model can continue the output as the grammar wants it"
+    return ErrorInfo("invalid_request", message, spec.param if spec is not None else None)
 
 
 def _order(sequence: Sequence) -> tuple[int, float, int]:

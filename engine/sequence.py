@@ -9,7 +9,7 @@ from engine.kv.prefix import BlockKey, CachedBlock
 from engine.types import FinishReason, Request, TokenLogprobs
 
 if TYPE_CHECKING:
-    from engine.grammar.constraint import Constraint
+    from engine.grammar.walker import Constraint
 
 
 @dataclass(slots=True, eq=False)
@@ -127,7 +127,7 @@ class Sequence:
         kept, reason = self._cut_at_limits(token_ids)
         if self.constraint is None:
             return kept, reason
-        count, ended = self.constraint.keep(kept[:-1] if reason == "stop" else kept)
+        count, ended = self.constraint.keep(kept)
         if not ended:
             return kept, reason
         return kept[:count], "stop" if self.constraint.is_complete else "error"

@@ -1,7 +1,13 @@
-"""API keys: ``Authorization: Bearer KEY`` on every path but the open ones."""
+"""API keys: ``Authorization: Bearer KEY`` on every path but the open ones.
+
+Basic authentication with a key as the password (and any user name) does as well: it is what a browser can
+send, so that the live page can be opened.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 from collections.abc import Collection, Iterable
@@ -12,6 +18,9 @@ from service.errors import ApiError, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 """What load balancers and orchestrators poll needs no key; ``/metrics`` does."""
+PAGE = "/dashboard"
+"""Where people come with a browser, which asks them for the key at this challenge only."""
+_BROWSER_CHALLENGE = 'Basic realm="Eyas: any user name, an API key as the password", charset="UTF-8"'
 
 
 class ApiKeys:
@@ -49,7 +58,7 @@ class AuthMiddleware:
             401,
             "A valid API key is needed: send it as 'Authorization: Bearer KEY'.",
             code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
+            headers={"WWW-Authenticate": _BROWSER_CHALLENGE if scope["path"] == PAGE else "Bearer"},
         )
         await error_response(error)(scope, receive, send)
 
@@ -58,4 +67,17 @@ class AuthMiddleware:
         if len(values) != 1:
             return False
         scheme, _, credential = values[0].partition(b" ")
-        return scheme.lower() == b"bearer" and self._keys.match(credential.strip())
+        match scheme.lower():
+            case b"bearer":
+                return self._keys.match(credential.strip())
+            case b"basic":
+                return self._keys.match(_password(credential.strip()))
+        return False
+
+
+def _password(credential: bytes) -> bytes:
+    """The password of a Basic credential; empty, which is no key, where there is none."""
+    try:
+        return base64.b64decode(credential, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""

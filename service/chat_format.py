@@ -10,8 +10,9 @@ from msgspec import UNSET, UnsetType
 from engine.types import TokenLogprobs
 from service import responses as out
 from service.chat_output import CallArguments, CallStart, ChatOutput, Content, Part, Reasoning
-from service.formats import ResponseHead, by_choice, finite, metrics, usage, worth_a_chunk
+from service.formats import ResponseHead, by_choice, metrics, usage, worth_a_chunk
 from service.generation import ChoiceDelta, Generation, KeptReason
+from service.prompt_scores import finite, prompt_logprobs
 from service.text import Tokenizer
 
 
@@ -19,14 +20,14 @@ class ChatFormat:
     """``/v1/chat/completions``: one prompt, so choice ``i`` is its ``i``-th completion."""
 
     def __init__(self, head: ResponseHead, tokenizer: Tokenizer) -> None:
-        self._head = head
+        self.head = head
         self._tokenizer = tokenizer
         self._usage: UnsetType | None = None if head.include_usage else UNSET
         new_output = head.new_chat_output
         self._outputs = None if new_output is None else [new_output() for _ in range(head.n)]
 
     def opening(self) -> Iterator[bytes]:
-        head = self._head
+        head = self.head
         for index in range(head.n):
             delta = out.ChatDelta(role="assistant", content="")
             chunk = self._chunk([out.ChatChunkChoice(index, delta, None, None)])
@@ -47,23 +48,23 @@ class ChatFormat:
                 reason = _reason(delta.finish_reason, output)
             said = _delta(parts)
             told = bool(parts)
-        if not told and not worth_a_chunk(delta._replace(text=""), self._head):
+        if not told and not worth_a_chunk(delta._replace(text=""), self.head):
             return None
         choice = out.ChatChunkChoice(delta.choice, said, self._logprobs([delta]), reason)
         if reason is not None:
             choice.stop_reason = delta.stop_reason
-        if self._head.return_token_ids:
+        if self.head.return_token_ids:
             choice.token_ids = list(delta.token_ids)
         return out.encode(self._chunk([choice]))
 
     def usage_chunk(self, generation: Generation) -> bytes:
         chunk = self._chunk([])
-        chunk.usage = usage(self._head, generation)
+        chunk.usage = usage(self.head, generation)
         chunk.metrics = metrics(generation)
         return out.encode(chunk)
 
     def response(self, deltas: Sequence[ChoiceDelta], generation: Generation) -> bytes:
-        head = self._head
+        head = self.head
         body = out.ChatCompletion(
             head.id,
             "chat.completion",
@@ -75,6 +76,9 @@ class ChatFormat:
         )
         if head.return_token_ids:
             body.prompt_token_ids = head.prompts[0].token_ids
+        if head.prompt_logprobs is not None:
+            scores = deltas[0].prompt_logprobs or ()
+            body.prompt_logprobs = prompt_logprobs(scores, head.prompt_logprobs, self._tokenizer)
         return out.encode(body)
 
     def _whole(self, index: int, deltas: Sequence[ChoiceDelta]) -> out.ChatChoice:
@@ -88,12 +92,12 @@ class ChatFormat:
             message = _message(output.push(text) + output.finish())
             reason = _reason(last.finish_reason, output)
         choice = out.ChatChoice(index, message, self._logprobs(deltas), reason, last.stop_reason)
-        if self._head.return_token_ids:
+        if self.head.return_token_ids:
             choice.token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
         return choice
 
     def _chunk(self, choices: list[out.ChatChunkChoice]) -> out.ChatChunk:
-        head = self._head
+        head = self.head
         return out.ChatChunk(head.id, "chat.completion.chunk", head.created, head.model, choices, self._usage)
 
     def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> out.ChatLogprobs | None:
@@ -123,7 +127,7 @@ def _message(parts: Sequence[Part]) -> out.ChatMessage:
     ]
     for part in parts:
         if isinstance(part, CallArguments):
-            calls[part.index].function.arguments += part.text
+            calls[part.call].function.arguments += part.text
     message = out.ChatMessage("assistant", content if content or not calls else None)
     if reasoning:
         message.reasoning_content = reasoning
@@ -142,9 +146,9 @@ def _delta(parts: Sequence[Part]) -> out.ChatDelta:
             delta.reasoning_content = (delta.reasoning_content or "") + part.text
         elif isinstance(part, CallStart):
             function = out.FunctionDelta("", part.name)
-            calls[part.index] = out.ToolCallDelta(part.index, function, _call_id(), "function")
+            calls[part.call] = out.ToolCallDelta(part.call, function, _call_id(), "function")
         else:
-            call = calls.setdefault(part.index, out.ToolCallDelta(part.index, out.FunctionDelta("")))
+            call = calls.setdefault(part.call, out.ToolCallDelta(part.call, out.FunctionDelta("")))
             call.function.arguments += part.text
     if calls:
         delta.tool_calls = list(calls.values())

@@ -15,7 +15,8 @@ calls and the fences is left out, and the result does not depend on how the text
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 THINK, THINK_END = "<think>", "</think>"
 CALLS, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
@@ -28,6 +29,40 @@ _FENCE, _FENCE_END = "```json", "```"
 _V3_KIND = "function"
 
 
+ParserChoice = Literal["auto", "deepseek", "none"]
+
+
+class ChatMarks(NamedTuple):
+    """Which marks are looked for in the chat answers of the served model."""
+
+    reasoning: bool
+    tools: bool
+
+    @classmethod
+    def choose(
+        cls, reasoning: ParserChoice, tools: ParserChoice, has_token: Callable[[str], bool]
+    ) -> ChatMarks:
+        """Resolve the options: ``auto`` is on if each mark is a token of the model."""
+
+        def wanted(choice: ParserChoice, marks: tuple[str, ...]) -> bool:
+            return choice == "deepseek" or (choice == "auto" and all(map(has_token, marks)))
+
+        return cls(wanted(reasoning, REASONING_MARKS), wanted(tools, TOOL_MARKS))
+
+    def for_prompt(self, prompt: str, *, with_tools: bool) -> Callable[[], ChatOutput] | None:
+        """What makes the `ChatOutput` of each choice; ``None`` if there is nothing to look for.
+
+        Args:
+            prompt: What the chat template wrote.
+            with_tools: Tools were offered to the model.
+        """
+        tools = self.tools and with_tools
+        if not (self.reasoning or tools):
+            return None
+        thinking = prompt.rstrip().endswith(THINK)
+        return partial(ChatOutput, reasoning=self.reasoning, tools=tools, thinking=thinking)
+
+
 class Reasoning(NamedTuple):
     text: str
 
@@ -37,16 +72,16 @@ class Content(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """A tool call begins, the ``index``-th of the choice."""
+    """A tool call begins, the ``call``-th of the choice (from 0)."""
 
-    index: int
+    call: int
     name: str
 
 
 class CallArguments(NamedTuple):
-    """More of the arguments of call ``index``: JSON, if the model wrote it well."""
+    """More of the arguments of that call: JSON, if the model wrote it well."""
 
-    index: int
+    call: int
     text: str
 
 

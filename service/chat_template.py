@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.errors import ConfigError
@@ -17,7 +18,9 @@ NO_TEMPLATE = (
     "This model has no chat template: use /v1/completions, or add chat_template.jinja "
     "(or chat_template in tokenizer_config.json) to its tokenizer directory and start again."
 )
-RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"})
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
+)
 """Template variables that a request cannot set through ``chat_template_kwargs``."""
 
 
@@ -30,10 +33,14 @@ class ChatTemplate:
 
     def __init__(self, source: str | None) -> None:
         self._problem = NO_TEMPLATE
+        self.takes_tools = False
+        """Whether the template looks at the variable ``tools``."""
         self._template: jinja2.Template | None = None
         if source is not None:
             try:
-                self._template = _environment().from_string(source)
+                environment = _environment()
+                self._template = environment.from_string(source)
+                self.takes_tools = "tools" in find_undeclared_variables(environment.parse(source))
             except (jinja2.TemplateError, RecursionError) as exc:
                 self._problem = f"The model's chat template is not valid: {exc}"
 
@@ -51,6 +58,11 @@ class ChatTemplate:
         if source is not None and not isinstance(source, str):
             raise ConfigError("tokenizer_config.json: chat_template must be text or named templates")
         return cls(source)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether there is a template."""
+        return self._template is not None
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt text.

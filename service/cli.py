@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,7 @@ def serve(settings: Settings) -> None:
 @with_settings(*_ENGINE_GROUPS)
 def generate(
     settings: Settings,
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; standard input if absent.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
@@ -111,13 +113,35 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="The prompt is a message: use the chat template.")
     ] = False,
+    input: Annotated[
+        Path | None, typer.Option(help="Requests to answer instead: JSON lines in OpenAI's batch format.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="File for the answers to --input.")] = None,
 ) -> None:
-    """Continue one prompt without a server; prints the text, then statistics on standard error."""
+    """Continue one prompt, or answer a file of requests, without a server.
+
+    Prints the text (a file's answers go to --output), then statistics on standard error.
+    """
+    if (input is None) != (output is None):
+        raise ConfigError("--input and --output need each other")
+    if input is not None and output is not None:
+        from service.commands.batch import run_batch
+
+        _refuse_beside_input(context)
+        run_batch(settings, input, output)
+        return
     from service.commands.generate import Sampling
     from service.commands.generate import generate as run
 
     text = sys.stdin.read() if prompt is None else prompt
     run(settings, text, Sampling(max_tokens, temperature, top_p, tuple(stop or ())), chat=chat)
+
+
+def _refuse_beside_input(context: typer.Context) -> None:
+    for name in ("prompt", "max_tokens", "temperature", "top_p", "stop", "chat"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{name}: each request of --input has its own")
 
 
 @app.command()
@@ -154,6 +178,8 @@ def bench(
 
 def main() -> None:
     """Entry point of the command ``eyas``."""
+    # Before torch is imported; the engine process gets the same
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except EngineError as error:

@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from engine.client import EngineClient
+from engine.token_bytes import TokenBytes
+from service.admission import Admission
+from service.chat_output import REASONING_MARKS, TOOL_MARKS, ChatMarks
 from service.errors import model_not_found
 from service.lifecycle import Lifecycle
 from service.metrics import ServiceMetrics
 from service.prompts import ModelLimits
 from service.settings import Settings
 from service.text import Tokenizer
+from service.tracing import Tracer
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Service:
     """One served model and everything around it."""
 
@@ -25,8 +29,21 @@ class Service:
     metrics: ServiceMetrics
     tokenizer: Tokenizer
     lifecycle: Lifecycle
+    tracer: Tracer | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start, told by ``/v1/models``."""
+    admission: Admission = field(init=False)
+    chat_marks: ChatMarks = field(init=False)
+    chat_token_bytes: TokenBytes = field(init=False)
+    """What each token adds to a text in which the marks are looked for."""
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        self.admission = Admission(settings.max_num_seqs, settings.max_queued_requests)
+        self.chat_marks = ChatMarks.choose(
+            settings.reasoning_parser, settings.tool_call_parser, self.tokenizer.has_token
+        )
+        self.chat_token_bytes = self.tokenizer.token_bytes_with((*REASONING_MARKS, *TOOL_MARKS))
 
     def limits(self) -> ModelLimits:
         """What requests are checked against. Raises ``ApiError`` (503) unless requests are taken."""

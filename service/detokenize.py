@@ -6,20 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
-class TokenBytes(NamedTuple):
-    """What each token id adds to the text."""
-
-    table: list[bytes]
-    """UTF-8 bytes of each id, parts of a character included; ids past the end add nothing."""
-    special: frozenset[int]
-    """Ids that are left out of the text unless they are asked for."""
-    separated: bool
-    """The entries begin with a space that separates them from the token before, so the first one drops it."""
-
-    def of(self, token_id: int) -> bytes:
-        """Bytes of one id on its own."""
-        return self.table[token_id] if token_id < len(self.table) else b""
+from engine.token_bytes import TokenBytes
 
 
 class Detokenizer:

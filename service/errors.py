@@ -70,6 +70,12 @@ def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
     return ApiError(503, message, type=SERVER_ERROR, code=code, headers=headers)
 
 
+def request_timeout() -> ApiError:
+    """A 504: the request ran longer than the server allows."""
+    message = "The request was not complete within the time that this server allows."
+    return ApiError(504, message, type=SERVER_ERROR, code="request_timeout")
+
+
 def engine_dead() -> ApiError:
     """A 503: the engine is gone, so the request was not, or not wholly, served."""
     return unavailable("The engine died; the request was not completed.", "engine_dead", retry_after=5)

@@ -53,6 +53,10 @@ class ChoiceDelta(NamedTuple):
     finish_reason: KeptReason | None
     stop_reason: str | int | None
     """The stop string, or the id of the client's ``stop_token_ids``, that ended the choice."""
+    num_accepted: int = 0
+    """How many of the kept ids were accepted drafts, always the first."""
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    """In the first delta, where asked for: of the prompt's tokens but the first."""
 
 
 class Choice:
@@ -62,10 +66,13 @@ class Choice:
         self.index = index
         self.prompt_index = plan.prompt_index
         self.request = plan.request
+        self.trace_id: str | None = None
+        """Of the trace that the request belongs to and that is recorded."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.started = False
-        self.finished = False
+        self.outcome: FinishReason | None = None
+        """How the choice ended."""
         self.scheduled_time: float | None = None
         self.first_time: float | None = None
         self.last_time = 0.0
@@ -74,6 +81,10 @@ class Choice:
         self._stop_token_ids = plan.stop_token_ids
         self._stats = stats
         self._metrics = metrics
+
+    @property
+    def finished(self) -> bool:
+        return self.outcome is not None
 
     def start(self) -> None:
         """Count the choice: it was handed to the engine."""
@@ -110,13 +121,17 @@ class Choice:
             piece.offsets,
             reason,
             stop_reason,
+            min(delta.num_accepted, kept),
+            delta.prompt_logprobs,
         )
 
     def end(self, outcome: FinishReason) -> None:
         """Count the end of the choice; only the first call does."""
         if not self.finished:
-            self.finished = True
-            self._metrics.request_finished(outcome, time.monotonic() - self.request.arrival_time)
+            self.outcome = outcome
+            self._metrics.request_finished(
+                outcome, time.monotonic() - self.request.arrival_time, self.trace_id
+            )
 
     def _count(self, delta: TokenDelta, kept: int, now: float) -> None:
         if not kept:
@@ -127,7 +142,7 @@ class Choice:
             metrics.inter_token(now - self.last_time, kept)
         else:
             self.first_time = now
-            metrics.first_token(now - self.request.arrival_time)
+            metrics.first_token(now - self.request.arrival_time, self.trace_id)
             if kept > 1:
                 metrics.inter_token(0.0, kept - 1)
         self.num_tokens += kept
@@ -171,6 +186,8 @@ class Generation:
         self.spec_stats = SpecStats(num_speculative_tokens)
         self.choices = [Choice(i, plan, self.spec_stats, metrics) for i, plan in enumerate(plans)]
         self._queue: asyncio.Queue[ChoiceDelta | ApiError] = asyncio.Queue()
+        self.error: ApiError | None = None
+        """Why it failed."""
 
     @property
     def num_completion_tokens(self) -> int:
@@ -220,9 +237,11 @@ class Generation:
                 if error is not None:
                     raise error
         except EngineDeadError:
+            self.error = engine_dead()
             self._end_all("error")
-            raise engine_dead() from None
-        except ApiError:
+            raise self.error from None
+        except ApiError as exc:
+            self.error = exc
             self._end_all("error")
             raise
         finally:

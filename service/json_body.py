@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -14,6 +17,11 @@ DISCARD_LIMIT = 64 * 1024 * 1024
 """Bytes of a refused body that are read and dropped: a client that is still sending when the connection
 closes may never see the answer."""
 
+LARGE_FIELDS = frozenset({"prompt", "messages", "tools", "tokens"})
+"""Fields that may be as long as the body; every other one has a limit of its own."""
+MAX_FIELD_BYTES = 256 * 1024
+
+_BY_FIELD = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Groups of \uXXXX escapes, each preceded by an even number of backslashes.
 _ESCAPES = re.compile(rb"(?<!\\)(?:\\\\)*((?:\\u[0-9a-fA-F]{4})+)")
 
@@ -52,13 +60,16 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """``raw`` as a JSON object. Raises ``ApiError`` (400, code ``invalid_json``)."""
+    """``raw`` as a JSON object. Raises ``ApiError`` (400, code ``invalid_json``, or naming a huge field)."""
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise _invalid(f"not valid UTF-8 at byte {exc.start}") from None
+    if len(raw) > MAX_FIELD_BYTES:
+        _refuse_huge_fields(raw)
     try:
-        value = msgspec.json.decode(raw)
+        with _no_collection():
+            value = msgspec.json.decode(raw)
     except RecursionError:
         raise _invalid("nested too deeply") from None
     except (msgspec.MsgspecError, ValueError) as exc:
@@ -69,6 +80,28 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _invalid("not an object")
     return value
+
+
+def _refuse_huge_fields(raw: bytes) -> None:
+    """Scanning costs a fiftieth of decoding, during which the event loop stands still."""
+    try:
+        fields = _BY_FIELD.decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return  # not an object, or malformed: told by who decodes it
+    for name, field in fields.items():
+        if name not in LARGE_FIELDS and len(memoryview(field)) > MAX_FIELD_BYTES:
+            message = f"{name[:100]}: longer than {MAX_FIELD_BYTES} bytes."
+            raise bad_request(message, name[:100])
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Make no garbage collection while millions of small objects come into being: it would take seconds."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _invalid(why: str) -> ApiError:

@@ -10,38 +10,33 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Concatenate, Literal, NamedTuple, ParamSpec, get_args
+from typing import Concatenate, Literal, ParamSpec, get_args
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import Counter
 
 from engine.options import MAX_SPECULATIVE_TOKENS
 from engine.types import EngineInfo, FinishReason, StepStats
+from service.accept_window import AcceptLengthWindow
+from service.engine_counts import ENGINE_COUNTS
+from service.metric_registry import MetricRegistry, describe
 
 Outcome = FinishReason
 HttpMethod = Literal["GET", "POST", "other"]
 
-WINDOW_SECONDS = 60
-"""Span of the ``spec_accept_length`` gauge."""
 ROUTES = (
     "/v1/completions",
     "/v1/chat/completions",
     "/v1/models",
     "/v1/models/{model:path}",
+    "/tokenize",
+    "/detokenize",
     "/health",
     "/ready",
     "/version",
     "/metrics",
+    "/dashboard",
+    "/dashboard/{name}",
 )
 ENGINE_LABELS = (
     "model_type", "device", "dtype", "attention_backend", "schedule", "num_speculative_tokens",
@@ -76,42 +71,7 @@ def _never_raises(
     return guarded
 
 
-class MetricFamily(NamedTuple):
-    """One metric as its documentation shows it."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
-    text: str
-
-
-class AcceptLengthWindow:
-    """Mean accept length of the speculative steps of the last `WINDOW_SECONDS`, in one-second slots."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._slots: deque[list[int]] = deque()  # [second, steps, accepted]
-
-    def add(self, num_accepted: int) -> None:
-        second = int(self._clock())
-        if not self._slots or self._slots[-1][0] != second:
-            self._slots.append([second, 0, 0])
-            self._drop_old(second)
-        self._slots[-1][1] += 1
-        self._slots[-1][2] += num_accepted
-
-    def mean(self) -> float:
-        """Emitted tokens per speculative step, 1..K+1; NaN without a step in the window."""
-        self._drop_old(int(self._clock()))
-        steps = sum(slot[1] for slot in self._slots)
-        return 1.0 + sum(slot[2] for slot in self._slots) / steps if steps else float("nan")
-
-    def _drop_old(self, now: int) -> None:
-        while self._slots and self._slots[0][0] <= now - WINDOW_SECONDS:
-            self._slots.popleft()
-
-
-class ServiceMetrics:
+class ServiceMetrics(MetricRegistry):
     """The registry of one service process and the calls that feed it. All times are in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -119,32 +79,12 @@ class ServiceMetrics:
         Args:
             clock: Monotonic seconds, for the window of the accept-length gauge.
         """
-        # "_created" series double the page and tell nothing that a restart does not show.
-        disable_created_metrics()
-        self.registry = CollectorRegistry(auto_describe=True)
-        self.families: list[MetricFamily] = []
+        super().__init__()
         self._window = AcceptLengthWindow(clock)
         self._failed_calls: set[str] = set()
         self._define_speculation()
         self._define_engine()
         self._define_requests()
-        ProcessCollector(registry=self.registry)
-
-    def exposition(self) -> tuple[bytes, str]:
-        """The page of ``/metrics`` and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        self.families.append(MetricFamily(f"eyas_{name}", "counter", labels, text))
-        return Counter(f"eyas_{name}", text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        self.families.append(MetricFamily(f"eyas_{name}", "gauge", labels, text))
-        return Gauge(f"eyas_{name}", text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        self.families.append(MetricFamily(f"eyas_{name}", "histogram", (), text))
-        return Histogram(f"eyas_{name}", text, buckets=buckets, registry=self.registry)
 
     def _define_speculation(self) -> None:
         kept = "Only what was kept counts: not what a stop, an end of sequence or a cap cut off."
@@ -196,8 +136,23 @@ class ServiceMetrics:
         self._prefix_hits = self._counter(
             "prefix_cache_hit_tokens_total", "Tokens whose KV the prefix cache had; per token."
         )
+        self._sync_steps = self._counter(
+            "sync_steps_total",
+            "Steps of the overlapped schedule that waited for the step before them; per step of a whole batch.",
+            "reason",
+        )
         self._preemptions = self._counter(
             "preemptions_total", "Requests that lost their slot to make room and wait again; per event."
+        )
+        self._counts = {
+            name: self._counter(f"{name}_total", count.text, *count.labels)
+            for name, count in ENGINE_COUNTS.items()
+        }
+        for name, count in ENGINE_COUNTS.items():
+            for values in count.series:
+                self._counts[name].labels(*values)
+        self._restarts = self._counter(
+            "engine_restarts_total", "Attempts to start the engine again after its death; per attempt."
         )
         self._ready = self._gauge("ready", "1 while requests are taken, as /ready tells, else 0.")
         self._info = self._gauge(
@@ -260,6 +215,11 @@ class ServiceMetrics:
         self._prefix_queried.inc(stats.prefix_cache_queried_tokens)
         self._prefix_hits.inc(stats.prefix_cache_hit_tokens)
         self._preemptions.inc(stats.preemptions)
+        for reason, count in stats.sync_steps.items():
+            self._sync_steps.labels(reason).inc(count)
+        for one in stats.counts:
+            counter = self._counts[one.name]
+            (counter.labels(*one.labels) if one.labels else counter).inc(one.value)
 
     @_never_raises
     def watch_ready(self, ready: Callable[[], bool]) -> None:
@@ -273,6 +233,11 @@ class ServiceMetrics:
         self._info.labels(
             model=model, version=version, **{name: str(getattr(info, name)) for name in ENGINE_LABELS}
         ).set(1)
+
+    @_never_raises
+    def engine_restart(self) -> None:
+        """An attempt to start the engine again begins."""
+        self._restarts.inc()
 
     @_never_raises
     def engine_down(self) -> None:
@@ -328,9 +293,12 @@ class ServiceMetrics:
         self._queue_time.observe(max(0.0, seconds))
 
     @_never_raises
-    def first_token(self, seconds: float) -> None:
-        """A choice's first token came this long after its HTTP request arrived. Once per choice."""
-        self._first_token.observe(max(0.0, seconds))
+    def first_token(self, seconds: float, trace_id: str | None = None) -> None:
+        """A choice's first token came this long after its HTTP request arrived. Once per choice.
+
+        ``trace_id`` becomes the bucket's exemplar.
+        """
+        self._first_token.observe(max(0.0, seconds), _exemplar(trace_id))
 
     @_never_raises
     def inter_token(self, seconds_gap: float, n: int) -> None:
@@ -343,28 +311,14 @@ class ServiceMetrics:
             self._inter_token.observe(share)
 
     @_never_raises
-    def request_finished(self, outcome: Outcome, seconds: float) -> None:
-        """A choice ended, this long after its HTTP request arrived."""
+    def request_finished(self, outcome: Outcome, seconds: float, trace_id: str | None = None) -> None:
+        """A choice ended, this long after its HTTP request arrived; ``trace_id`` as in ``first_token``."""
         self._finished[outcome].inc()
-        self._latency.observe(max(0.0, seconds))
+        self._latency.observe(max(0.0, seconds), _exemplar(trace_id))
 
 
-def describe(families: list[MetricFamily]) -> str:
-    """The Markdown of ``docs/metrics.md``."""
-    lines = [
-        "# Metrics",
-        "",
-        "Served at `/metrics` in the Prometheus text format, by one service process in front of one engine. "
-        "Counters start at 0 with the process. The standard `process_*` metrics of the service process come with "
-        "them.",
-        "",
-        "| name | type | labels | meaning |",
-        "| --- | --- | --- | --- |",
-    ]
-    for family in families:
-        labels = ", ".join(f"`{label}`" for label in family.labels) or "-"
-        lines.append(f"| `{family.name}` | {family.kind} | {labels} | {family.text} |")
-    return "\n".join(lines) + "\n"
+def _exemplar(trace_id: str | None) -> dict[str, str] | None:
+    return None if trace_id is None else {"trace_id": trace_id}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from contextlib import ExitStack
 
 import structlog
 from starlette.requests import ClientDisconnect
@@ -24,7 +25,11 @@ _log = structlog.get_logger(__name__)
 
 
 class RequestContext:
-    """Outermost middleware. Sets ``request_id`` and ``arrival_time`` (monotonic) of ``request.state``."""
+    """Outermost middleware. Sets ``request_id``, ``arrival_time`` (monotonic) and ``closing`` of ``request.state``.
+
+    ``closing`` is an ``ExitStack`` that is closed once the answer is sent or the client is gone, whatever
+    happened in between.
+    """
 
     def __init__(self, app: ASGIApp, metrics: ServiceMetrics) -> None:
         self._app = app
@@ -36,7 +41,10 @@ class RequestContext:
             return
         arrival_time = time.monotonic()
         request_id = _request_id(scope)
-        scope.setdefault("state", {}).update(request_id=request_id, arrival_time=arrival_time)
+        closing = ExitStack()
+        scope.setdefault("state", {}).update(
+            request_id=request_id, arrival_time=arrival_time, closing=closing
+        )
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -56,6 +64,7 @@ class RequestContext:
                 raise  # too late for an answer: the server closes the connection
             await error_response(internal_error())(scope, receive, send_with_id)
         finally:
+            closing.close()
             self._record(scope, status, time.monotonic() - arrival_time, request_id)
 
     def _record(self, scope: Scope, status: int, seconds: float, request_id: str) -> None:

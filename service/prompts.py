@@ -10,7 +10,8 @@ from typing import TypeVar
 from engine.types import EngineInfo, SamplingParams
 from service.chat_template import ChatTemplateError
 from service.errors import ApiError, bad_request
-from service.schemas import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES, ChatBody, CompletionBody, GenerationBody
+from service.messages import Conversation
+from service.schemas import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES, CompletionBody, GenerationBody
 from service.text import Tokenizer
 
 GREEDY_BELOW = 1e-5
@@ -99,27 +100,37 @@ async def encode_completion(body: CompletionBody, limits: ModelLimits) -> list[E
     return encoded
 
 
-async def encode_chat(body: ChatBody, limits: ModelLimits) -> list[EncodedPrompt]:
+async def encode_chat(body: Conversation, limits: ModelLimits) -> list[EncodedPrompt]:
     """The prompt of a conversation, as the checkpoint's chat template writes it.
 
     Raises:
-        ApiError: 400 naming ``messages``.
+        ApiError: 400 naming ``messages`` or ``tools``.
     """
-    messages = [message.as_variables() for message in body.messages]
-    tokenizer = limits.tokenizer
-
-    def render() -> str:
-        return tokenizer.render_chat(
-            messages, add_generation_prompt=body.add_generation_prompt, variables=body.chat_template_kwargs
-        )
-
-    try:
-        text = await _run(render, sum(len(message["content"]) for message in messages))
-    except ChatTemplateError as exc:
-        raise bad_request(str(exc), "messages", "chat_template_error") from exc
+    text = await render_chat(body, limits.tokenizer)
     (token_ids,) = await _encode_texts([text], limits, "messages", add_special_tokens=body.add_special_tokens)
     _check_length(token_ids, limits, "messages")
     return [EncodedPrompt(token_ids, text)]
+
+
+async def render_chat(body: Conversation, tokenizer: Tokenizer) -> str:
+    """The prompt's text. Raises ``ApiError`` as `encode_chat`."""
+    messages = [message.as_variables() for message in body.messages]
+    variables = dict(body.chat_template_kwargs)
+    if tools := body.offered_tools:
+        if tokenizer.chat_template.is_valid and not tokenizer.chat_template.takes_tools:
+            message = "tools: the model's chat template has no place for them."
+            raise bad_request(message, "tools", "unsupported_parameter")
+        variables["tools"] = [tool.as_variables() for tool in tools]
+
+    def render() -> str:
+        return tokenizer.render_chat(
+            messages, add_generation_prompt=body.add_generation_prompt, variables=variables
+        )
+
+    try:
+        return await run(render, sum(len(message["content"] or "") for message in messages))
+    except ChatTemplateError as exc:
+        raise bad_request(str(exc), "messages", "chat_template_error") from exc
 
 
 def sampling_params(body: GenerationBody, num_prompt: int, limits: ModelLimits) -> SamplingParams:
@@ -149,6 +160,8 @@ def sampling_params(body: GenerationBody, num_prompt: int, limits: ModelLimits) 
         logit_bias=bias,
         stop_token_ids=tuple(sorted(stops)),
         logprobs=body.num_logprobs,
+        prompt_logprobs=body.num_prompt_logprobs,
+        grammar=body.grammar,
     )
 
 
@@ -214,10 +227,11 @@ async def _encode_texts(
     def encode() -> list[list[int]]:
         return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
 
-    return await _run(encode, sum(map(len, texts)))
+    return await run(encode, sum(map(len, texts)))
 
 
-async def _run(work: Callable[[], _Result], num_chars: int) -> _Result:
+async def run(work: Callable[[], _Result], num_chars: int) -> _Result:
+    """``work()`` on ``num_chars`` characters: in a thread if that takes long."""
     return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
 
 

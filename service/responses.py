@@ -56,9 +56,22 @@ class CompletionLogprobs(msgspec.Struct):
 
     text_offset: list[int]
     """Where the token's text begins, in characters of the whole choice."""
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """Null for the first token of an echoed prompt, which nothing comes before."""
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct):
+    """As vLLM's: one token that could have been at a place of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For each token of the prompt: by token id, the token itself and the most probable ones; null for the first."""
 
 
 class CompletionChoice(msgspec.Struct):
@@ -71,6 +84,10 @@ class CompletionChoice(msgspec.Struct):
     stop_reason: str | int | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    num_accepted_tokens: int | UnsetType = UNSET
+    """Eyas's own: how many of a chunk's ``token_ids``, always the first, were accepted drafts."""
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    """vLLM's."""
 
 
 class Completion(msgspec.Struct):
@@ -136,7 +153,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct):
-    """Response of ``/v1/chat/completions``; ``prompt_token_ids`` is vLLM's."""
+    """Response of ``/v1/chat/completions``; the last two fields are vLLM's."""
 
     id: str
     object: str
@@ -146,6 +163,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     metrics: Metrics
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct):
@@ -191,9 +209,24 @@ class ChatChunk(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class Tokenized(msgspec.Struct):
+    """Response of ``/tokenize``, as vLLM's."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    """Response of ``/detokenize``, as vLLM's."""
+
+    prompt: str
+
+
 def component_schemas() -> dict[str, Any]:
-    """JSON schemas of the two response bodies and of what they hold, by name, for the OpenAPI document."""
+    """JSON schemas of the response bodies and of what they hold, by name, for the OpenAPI document."""
     _, components = msgspec.json.schema_components(
-        (Completion, ChatCompletion), ref_template="#/components/schemas/{name}"
+        (Completion, ChatCompletion, Tokenized, Detokenized), ref_template="#/components/schemas/{name}"
     )
     return components

@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
+import structlog
 from fastapi import Request
 from msgspec.structs import replace
 from starlette.responses import Response
 
+from engine.token_bytes import TokenBytes
 from engine.types import Request as EngineRequest
 from service.context import Service, service_of
 from service.detokenize import ChoiceText
+from service.errors import request_timeout
 from service.formats import Format, ResponseHead
 from service.generation import ChoiceDelta, ChoicePlan, Generation
 from service.json_body import read_json_object
+from service.prompt_scores import prompt_text
 from service.prompts import EncodedPrompt, ModelLimits, choice_seed, sampling_params
-from service.schemas import AnyBody, parse_body
+from service.schemas import ChatBody, GenerationBody, parse_body
 from service.streaming import DONE, EventStream, event, while_connected
 from service.text import Tokenizer
+from service.tracing import GenerationTrace
+
+_log = structlog.get_logger(__name__)
+AnyBody = TypeVar("AnyBody", bound=GenerationBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request that was found valid: what to run and how to tell of it."""
+
+    service: Service
+    body: GenerationBody
+    generation: Generation
+    form: Format
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The stream's events; those that are ready together come in one piece."""
+        form, generation = self.form, self.generation
+        with self.service.lifecycle.running(generation):
+            async with aclosing(generation.batches()) as batches:
+                opening = [event(chunk) for chunk in form.opening()]
+                async for batch in batches:
+                    chunks = [form.chunk(delta) for delta in batch]
+                    events = opening + [event(chunk) for chunk in chunks if chunk is not None]
+                    opening = []
+                    if events:
+                        yield b"".join(events)
+            usage = event(form.usage_chunk(generation)) if self.body.include_usage else b""
+            yield usage + DONE
+
+    async def whole(self) -> bytes:
+        """The whole answer. Raises ``ApiError``."""
+        deltas: list[ChoiceDelta] = []
+        with self.service.lifecycle.running(self.generation):
+            async with aclosing(self.generation.batches()) as batches:
+                async for batch in batches:
+                    deltas.extend(batch)
+        return self.form.response(deltas, self.generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +76,8 @@ class Endpoint(Generic[AnyBody]):
     encode: Callable[[AnyBody, ModelLimits], Awaitable[list[EncodedPrompt]]]
     format: Callable[[ResponseHead, Tokenizer], Format]
     id_prefix: str
+    operation: str
+    """Name of the operation in traces, as OpenTelemetry's conventions have it."""
 
     async def serve(self, request: Request) -> Response:
         """Answer ``request``; everything that can be refused is, before the engine is asked.
@@ -42,17 +87,34 @@ class Endpoint(Generic[AnyBody]):
             ClientGone: The client left; its requests were aborted.
         """
         service = service_of(request)
+        state = request.state
+        service.lifecycle.check_accepting()
+        place = state.closing.enter_context(service.admission.place())
         value = await read_json_object(request, service.settings.max_body_bytes)
+        job = await self.prepare(service, value, state.arrival_time)
+        place.claim(len(job.generation.choices))
+        state.closing.callback(_log_end, state.request_id, job)
+        if service.tracer is not None:
+            trace = GenerationTrace(self.operation, job.form.head, job.body, job.generation)
+            state.closing.enter_context(service.tracer.span(trace, request.headers, state.request_id))
+        if service.settings.request_timeout is not None:
+            left = state.arrival_time + service.settings.request_timeout - time.monotonic()
+            timer = asyncio.get_running_loop().call_later(left, job.generation.fail, request_timeout())
+            state.closing.callback(timer.cancel)
+        if job.body.stream:
+            return EventStream(job.events())
+        content = await while_connected(request.receive, job.whole())
+        return Response(content, media_type="application/json")
+
+    async def prepare(self, service: Service, value: Mapping[str, Any], arrival_time: float) -> Job:
+        """Check the decoded body ``value`` and make a job of it. Raises ``ApiError``."""
         body = parse_body(self.body, value)
         model = service.check_model(body.model)
         limits = service.limits()
         prompts = await self.encode(body, limits)
         service.lifecycle.check_accepting()  # again: tokenising may have taken a while
-        response_id = f"{self.id_prefix}-{uuid.uuid4().hex}"
-        plans = _plan(body, prompts, limits, response_id, request.state.arrival_time)
-        generation = Generation(service.client, service.metrics, plans, limits.info.num_speculative_tokens)
         head = ResponseHead(
-            id=response_id,
+            id=f"{self.id_prefix}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=model,
             prompts=prompts,
@@ -60,66 +122,67 @@ class Endpoint(Generic[AnyBody]):
             include_usage=body.include_usage,
             return_token_ids=body.return_token_ids,
             echo=body.echoes,
+            logprobs=body.num_logprobs,
+            prompt_logprobs=body.prompt_logprobs,
         )
-        form = self.format(head, service.tokenizer)
-        if body.stream:
-            return EventStream(_events(service, generation, form, include_usage=body.include_usage))
-        content = await while_connected(request.receive, _collect(service, generation, form))
-        return Response(content, media_type="application/json")
+        token_bytes = service.tokenizer.token_bytes
+        if isinstance(body, ChatBody) and body.grammar is None:
+            output = service.chat_marks.for_prompt(prompts[0].text or "", with_tools=bool(body.offered_tools))
+            if output is not None:
+                head = head._replace(new_chat_output=output)
+                token_bytes = service.chat_token_bytes
+        plans = _plan(body, head, limits, token_bytes, arrival_time)
+        generation = Generation(service.client, service.metrics, plans, limits.info.num_speculative_tokens)
+        return Job(service, body, generation, self.format(head, service.tokenizer))
+
+
+def _log_end(request_id: str, job: Job) -> None:
+    """What became of a request; never its text."""
+    head, generation = job.form.head, job.generation
+    spec, timing = generation.spec_stats.summary(), generation.timing()
+    _log.info(
+        "generation",
+        request_id=request_id,
+        id=head.id,
+        outcomes=[choice.outcome for choice in generation.choices],
+        error=None if generation.error is None else generation.error.code,
+        prompt_tokens=sum(len(prompt.token_ids) for prompt in head.prompts),
+        completion_tokens=generation.num_completion_tokens,
+        accept_length=None if spec is None else round(spec.mean_acceptance_length, 3),
+        time_to_first_token=timing.time_to_first_token,
+        e2e_latency=timing.e2e_latency,
+    )
 
 
 def _plan(
-    body: AnyBody,
-    prompts: Sequence[EncodedPrompt],
+    body: GenerationBody,
+    head: ResponseHead,
     limits: ModelLimits,
-    response_id: str,
+    token_bytes: TokenBytes,
     arrival_time: float,
-) -> list[ChoicePlan]:
+) -> Sequence[ChoicePlan]:
     """The engine's requests, prompt-major; refuses what does not fit. Raises ``ApiError``."""
-    params = [sampling_params(body, len(prompt.token_ids), limits) for prompt in prompts]
+    params = [sampling_params(body, len(prompt.token_ids), limits) for prompt in head.prompts]
     plans: list[ChoicePlan] = []
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(head.prompts):
+        offset = None if body.num_logprobs is None else 0
+        if offset is not None and body.echoes:
+            offset = len(prompt_text(prompt, limits.tokenizer))
         for choice in range(body.n):
             request = EngineRequest(
-                request_id=f"{response_id}-{len(plans)}",
+                request_id=f"{head.id}-{len(plans)}",
                 prompt_token_ids=prompt.token_ids,
                 params=replace(params[index], seed=choice_seed(body.seed, choice)),
                 arrival_time=arrival_time,
                 priority=body.priority,
             )
             text = ChoiceText(
-                limits.tokenizer.token_bytes,
+                token_bytes,
                 body.stop,
                 include_stop=body.include_stop_str_in_output,
                 skip_special_tokens=body.skip_special_tokens,
                 min_tokens=body.min_tokens,
-                offset=None if body.num_logprobs is None else 0,
+                offset=offset,
             )
             plans.append(ChoicePlan(request, text, index, frozenset(body.stop_token_ids)))
     return plans
-
-
-async def _events(
-    service: Service, generation: Generation, form: Format, *, include_usage: bool
-) -> AsyncGenerator[bytes, None]:
-    """The stream's events; those that are ready together come in one piece."""
-    with service.lifecycle.running(generation):
-        async with aclosing(generation.batches()) as batches:
-            opening = [event(chunk) for chunk in form.opening()]
-            async for batch in batches:
-                chunks = [form.chunk(delta) for delta in batch]
-                events = opening + [event(chunk) for chunk in chunks if chunk is not None]
-                opening = []
-                if events:
-                    yield b"".join(events)
-        usage = event(form.usage_chunk(generation)) if include_usage else b""
-        yield usage + DONE
-
-
-async def _collect(service: Service, generation: Generation, form: Format) -> bytes:
-    deltas: list[ChoiceDelta] = []
-    with service.lifecycle.running(generation):
-        async with aclosing(generation.batches()) as batches:
-            async for batch in batches:
-                deltas.extend(batch)
-    return form.response(deltas, generation)

@@ -17,13 +17,15 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.errors import ConfigError
-from engine.options import AttentionBackend, Device, Dtype, EngineOptions, Schedule
+from engine.options import AttentionBackend, Device, Dtype, EngineOptions, Graphs, Schedule
 
 ENV_PREFIX = "EYAS_"
 SHIPPED_MODEL = Path(__file__).resolve().parent.parent / "models" / "eyas-14m"
 """The model of the repository, served when no other is named."""
 
+MetricsCompat = Literal["none", "vllm"]
 LogFormat = Literal["text", "json"]
+ChatParser = Literal["auto", "deepseek", "none"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -67,7 +69,13 @@ class Settings(BaseSettings):
     prefill_chunk_size: int = _option(512, "Engine", "Most prompt tokens prefilled between two decode steps.")
     attention_backend: AttentionBackend = _option("auto", "Engine", "Attention kernels.")
     device: Device = _option("auto", "Engine", "auto: the GPU if there is one.")
-    enforce_eager: bool = _option(False, "Engine", "Capture no CUDA graphs.")
+    graphs: Graphs = _option(
+        "auto", "Engine", "auto: CUDA graphs on a GPU, none on a CPU. simulate: traces that stand in for them."
+    )
+    max_graph_rows: int | None = _option(
+        None, "Engine", "Most rows of a captured step; larger batches run eager. Default: --max-num-seqs."
+    )
+    enforce_eager: bool = _option(False, "Engine", "Capture no graphs, whatever --graphs says.")
     seed: int | None = _option(None, "Engine", "Makes requests without a seed of their own repeatable.")
     threads: int | None = _option(None, "Engine", "CPU threads of the engine. Default: the libraries'.")
 
@@ -90,6 +98,31 @@ class Settings(BaseSettings):
         "hides keys from process listings.",
         repr=False,
     )
+    api_key_file: Path | None = _option(
+        None, "Server", "File with one key a line, besides those of --api-key."
+    )
+    metrics_compat: MetricsCompat = _option(
+        "none", "Server", "Whose names /metrics shows the standard metrics under too: none or vllm."
+    )
+    open_metrics: bool = _option(False, "Server", "Let /metrics be read without a key.")
+    ssl_certfile: Path | None = _option(None, "Server", "TLS certificate (PEM): serve HTTPS.")
+    ssl_keyfile: Path | None = _option(None, "Server", "Private key of the certificate, if in another file.")
+    ssl_ca_certs: Path | None = _option(
+        None, "Server", "Certificates of authorities (PEM): clients must have a certificate of one of them."
+    )
+    max_queued_requests: int = _option(
+        1024,
+        "Server",
+        "Most choices (prompts times n) that wait besides the --max-num-seqs that run; above it 429.",
+        ge=0,
+    )
+    request_timeout: float | None = _option(
+        None,
+        "Server",
+        "Seconds that a request may take from its arrival to its end; after it 504. Default: no limit.",
+        gt=0.0,
+        allow_inf_nan=False,
+    )
     max_body_bytes: int = _option(8 * 2**20, "Server", "Largest request body; above it 413.", ge=1)
     drain_timeout: float = _option(
         30.0,
@@ -104,6 +137,23 @@ class Settings(BaseSettings):
         "Seconds without a sign of life after which the engine is ended; more than its longest iteration.",
         ge=1.0,
         allow_inf_nan=False,
+    )
+    max_engine_restarts: int = _option(
+        3,
+        "Server",
+        "Most attempts in a row to start the engine again after its death; then exit code 1.",
+        ge=0,
+    )
+    reasoning_parser: ChatParser = _option(
+        "auto",
+        "Server",
+        "Marks of the reasoning in chat answers, told as reasoning_content. auto: <think>, if a token has it.",
+    )
+    tool_call_parser: ChatParser = _option(
+        "auto", "Server", "Marks of tool calls in chat answers. auto: DeepSeek's, if the tokenizer has them."
+    )
+    otlp_endpoint: str | None = _option(
+        None, "Server", "URL of an OpenTelemetry collector (OTLP over HTTP) for traces; needs eyas[otlp]."
     )
     log_level: LogLevel = _option("info", "Server", "Least severe messages to log.")
     log_format: LogFormat = _option("text", "Server", "Log lines for people or as JSON.")
@@ -120,6 +170,23 @@ class Settings(BaseSettings):
             raise ValueError("a key must not be empty")
         return keys
 
+    def all_api_keys(self) -> tuple[str, ...]:
+        """The keys of the options and of the file.
+
+        Raises:
+            ConfigError: The file cannot be read or has no key: better no server than one without the lock.
+        """
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--api-key-file {self.api_key_file}: {error}") from None
+        keys = tuple(line.strip() for line in lines if line.strip())
+        if not keys:
+            raise ConfigError(f"--api-key-file {self.api_key_file} has no key")
+        return (*self.api_key, *keys)
+
     @property
     def model_name(self) -> str:
         """The model's name in the API."""
@@ -134,7 +201,8 @@ class Settings(BaseSettings):
         """The engine's share of the options, not yet validated."""
         shared = set(EngineOptions.__struct_fields__) & set(type(self).model_fields)
         values = {name: getattr(self, name) for name in shared}
-        return EngineOptions(**{**values, "model": str(self.model), "prefix_cache": not self.no_prefix_cache})
+        paths = {"model": str(self.model), "tokenizer": str(self.tokenizer_dir)}
+        return EngineOptions(**{**values, **paths, "prefix_cache": not self.no_prefix_cache})
 
 
 def load_settings(given: Mapping[str, Any] | None = None) -> Settings:
@@ -155,6 +223,8 @@ def load_settings(given: Mapping[str, Any] | None = None) -> Settings:
         raise ConfigError("\n".join(_explain(item, given) for item in error.errors())) from None
     settings.engine_options().validate()
     _check_directories(settings)
+    _check_tls(settings)
+    settings.all_api_keys()
     return settings
 
 
@@ -200,6 +270,15 @@ def _check_directories(settings: Settings) -> None:
         raise ConfigError(
             f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer DIR"
         )
+
+
+def _check_tls(settings: Settings) -> None:
+    for field in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        file = getattr(settings, field)
+        if file is not None and not file.is_file():
+            raise ConfigError(f"{option_name(field)} {file}: no such file")
+        if file is not None and settings.ssl_certfile is None:
+            raise ConfigError(f"{option_name(field)} needs --ssl-certfile")
 
 
 def options_table() -> str:

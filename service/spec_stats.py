@@ -24,6 +24,14 @@ class SpeculativeDecoding(msgspec.Struct, frozen=True):
     num_spec_tokens: int
     """K, the drafts of a full step."""
 
+    def describe(self) -> str:
+        """The numbers in a line for people."""
+        return (
+            f"accept length {self.mean_acceptance_length:.2f} of {self.num_spec_tokens + 1}: "
+            f"{self.num_accepted_draft_tokens} of {self.num_draft_tokens} drafts accepted "
+            f"in {self.num_spec_steps} steps; steps by accepted drafts: {self.acceptance_histogram}"
+        )
+
 
 class SpecStats:
     """Counts kept speculative steps."""
@@ -36,6 +44,12 @@ class SpecStats:
         """One kept step that verified ``num_drafts`` >= 1 drafts, of which ``num_accepted`` were emitted."""
         self._histogram[num_accepted] += 1
         self._num_drafts += num_drafts
+
+    def merge(self, other: SpecStats) -> None:
+        """Add the counts of another request at the same engine."""
+        self._num_drafts += other._num_drafts
+        for num_accepted, count in enumerate(other._histogram):
+            self._histogram[num_accepted] += count
 
     def summary(self) -> SpeculativeDecoding | None:
         """The statistics so far; ``None`` for K = 0."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import structlog
 
 from engine.client import ClientState, DeathSink, EngineClient, TokenStream
-from engine.errors import EngineDeadError, EngineError
+from engine.errors import EngineError
 from engine.types import EngineInfo, Progress, Request
 
 FIRST_DELAY_SECONDS = 0.5
@@ -19,14 +18,6 @@ STABLE_SECONDS = 300.0
 """An engine that lived this long was no failed attempt: its death is the first of a new series."""
 
 _log = structlog.get_logger(__name__)
-
-
-class RestartSink(Protocol):
-    """Told of what happens to the engine; ``ServiceMetrics`` in production."""
-
-    def engine_down(self) -> None: ...
-    def engine_up(self) -> None: ...
-    def engine_restarted(self) -> None: ...
 
 
 class SupervisedClient:
@@ -42,21 +33,27 @@ class SupervisedClient:
         make: Callable[[DeathSink], EngineClient],
         *,
         max_restarts: int,
-        sink: RestartSink,
-        on_death: DeathSink | None = None,
+        on_ready: Callable[[], None] = lambda: None,
+        on_down: Callable[[], None] = lambda: None,
+        on_restart: Callable[[], None] = lambda: None,
+        on_death: DeathSink = lambda reason: None,
         first_delay: float = FIRST_DELAY_SECONDS,
     ) -> None:
         """
         Args:
             make: Makes the client of one engine, which calls its argument when that engine dies.
             max_restarts: Most attempts in a series; 0 for none.
-            sink: See `RestartSink`.
+            on_ready: Called when an engine can take requests.
+            on_down: Called when one died.
+            on_restart: Called when an attempt to start another begins.
             on_death: Called once with the reason when no engine is left and none will come.
             first_delay: Seconds before the first attempt; each further one waits twice as long.
         """
         self._make = make
         self._max_restarts = max_restarts
-        self._sink = sink
+        self._on_ready = on_ready
+        self._on_down = on_down
+        self._on_restart = on_restart
         self._on_death = on_death
         self._first_delay = first_delay
         self._attempts = 0
@@ -99,10 +96,10 @@ class SupervisedClient:
 
     def _became_ready(self) -> None:
         self._ready_time = time.monotonic()
-        self._sink.engine_up()
+        self._on_ready()
 
     def _died(self, reason: str) -> None:
-        self._sink.engine_down()
+        self._on_down()
         if self._stopping:
             return
         if self._ready_time is None:  # `start` raises the reason
@@ -121,7 +118,7 @@ class SupervisedClient:
             _log.error("engine_restarting", reason=reason, attempt=self._attempts, delay_seconds=delay)
             await self._client.stop()
             await asyncio.sleep(delay)
-            self._sink.engine_restarted()
+            self._on_restart()
             self._client = self._make(self._died)
             try:
                 await self._client.start()
@@ -135,5 +132,4 @@ class SupervisedClient:
 
     def _give_up(self, reason: str) -> None:
         self._dead = True
-        if self._on_death is not None:
-            self._on_death(reason)
+        self._on_death(reason)

@@ -7,8 +7,7 @@ nothing in the directory is executed except the chat template, and that in a san
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import processors
 
 from engine.errors import ConfigError
+from engine.token_bytes import TokenBytes, read_tokenizer, token_bytes
 from service.chat_template import ChatTemplate
-from service.detokenize import TokenBytes
-
-_SENTENCEPIECE_DECODERS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Tokenizer:
@@ -45,7 +41,7 @@ class Tokenizer:
         self.eos_token_id = self._special_id("eos_token", self.eos_token)
         self._set_post_processor(config)
         spec: dict[str, Any] = json.loads(backend.to_str())
-        self.token_bytes = _token_bytes(backend, spec.get("decoder"))
+        self.token_bytes = token_bytes(backend)
         self._max_token_bytes = _max_token_bytes(spec, self.token_bytes)
         self.chat_template = ChatTemplate.from_config(config)
         special = {"bos_token": self.bos_token, "eos_token": self.eos_token}
@@ -58,13 +54,7 @@ class Tokenizer:
         Raises:
             ConfigError: A file is missing or damaged, or holds what cannot be honoured.
         """
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            raise ConfigError(f"{path} has no tokenizer.json; name a directory that has one with --tokenizer")
-        try:
-            backend = RustTokenizer.from_file(str(file))
-        except Exception as exc:  # the library raises plain Exception
-            raise ConfigError(f"{file} cannot be read: {exc}") from exc
+        backend = read_tokenizer(path)
         config = _read_json(path / "tokenizer_config.json")
         template = path / "chat_template.jinja"
         if template.is_file():
@@ -73,11 +63,22 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``, by default with those that the checkpoint adds around a prompt."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would hold the GIL, and thereby the event loop, for seconds on a long text.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``; ids that are not in the vocabulary add nothing."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def has_token(self, text: str) -> bool:
+        """Whether ``text`` is one token of the vocabulary."""
+        return self._backend.token_to_id(text) is not None
+
+    def token_bytes_with(self, marks: Iterable[str]) -> TokenBytes:
+        """``token_bytes``, but with ``marks`` in the text even where they are special tokens."""
+        shown = {self._backend.token_to_id(mark) for mark in marks}
+        return self.token_bytes._replace(special=self.token_bytes.special - shown)
 
     def min_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of ``text``, without tokenising it (0 if there is none)."""
@@ -151,60 +152,6 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{file} is not a JSON object")
     return value
-
-
-def _token_bytes(backend: RustTokenizer, decoder: dict[str, Any] | None) -> TokenBytes:
-    """What each id adds to the text, by the rules of the tokenizer's own decoder."""
-    kinds = _decoder_kinds(decoder)
-    if not kinds:
-        to_bytes = _word_bytes
-    elif kinds == {"ByteLevel"}:
-        to_bytes = _byte_level_bytes
-    elif kinds <= _SENTENCEPIECE_DECODERS:
-        to_bytes = _sentencepiece_bytes
-    else:
-        raise ConfigError(f"tokenizer.json: a decoder of kind {', '.join(sorted(kinds))} is not supported")
-    vocab = backend.get_vocab(with_added_tokens=True)
-    table = [b""] * (max(vocab.values(), default=-1) + 1)
-    for token, token_id in vocab.items():
-        table[token_id] = to_bytes(token)
-    special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-    return TokenBytes(table, special, separated=not kinds)
-
-
-def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
-    if decoder is None:
-        return set()
-    if decoder["type"] == "Sequence":
-        return set().union(*(_decoder_kinds(part) for part in decoder["decoders"]))
-    return {decoder["type"]}
-
-
-def _word_bytes(token: str) -> bytes:
-    return b" " + token.encode()
-
-
-def _sentencepiece_bytes(token: str) -> bytes:
-    if match := _BYTE_TOKEN.fullmatch(token):
-        return bytes.fromhex(match[1])
-    return token.replace("\u2581", " ").encode()
-
-
-def _byte_level_characters() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level BPE (GPT-2's ``bytes_to_unicode``)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES_OF_CHARACTERS = _byte_level_characters()
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    try:
-        return bytes(map(_BYTES_OF_CHARACTERS.__getitem__, token))
-    except KeyError:  # an added token, which is plain text
-        return token.encode()
 
 
 def _max_token_bytes(spec: dict[str, Any], token_bytes: TokenBytes) -> int:

@@ -34,17 +34,14 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_decoding_backend": (),
-    "structured_outputs": (),
     "regex": (),
     "ebnf": (),
     "json_schema": (),
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "spaces_between_special_tokens": (True,),
@@ -56,8 +53,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "chat_template": (),
     "documents": (),
-    "include_reasoning": (),
-    "separate_reasoning": (),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
     "cache_salt": (),
     "request_id": (),
     "kv_transfer_params": (),
@@ -86,6 +83,13 @@ def drop_neutral(body: Mapping[str, Any], supported: Collection[str]) -> dict[st
         elif value is not None and not any(_same(value, off) for off in neutral):
             raise bad_request(f"{name} is not supported.", name, "unsupported_parameter")
     return kept
+
+
+def drop_nulls(value: object) -> object:
+    """``value``, if it is an object without its null entries."""
+    if isinstance(value, dict):
+        return {key: item for key, item in value.items() if item is not None}
+    return value
 
 
 def _same(value: object, other: object) -> bool:

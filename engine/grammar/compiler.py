@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import threading
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError, RequestError
-from engine.grammar.constraint import Constraint
+from engine.grammar import children
+from engine.grammar.walker import Constraint, GrammarWalker
 from engine.token_bytes import read_tokenizer, token_bytes
 from engine.types import ErrorInfo, GrammarSpec, Request
 
-if TYPE_CHECKING:
-    import xgrammar
-
 COMPILE_SECONDS = 5.0
 """Default for ``time_limit``."""
-START_SECONDS = 60.0
-"""How long the compiling process may take to start."""
 MAX_CHARS = 1 << 16
 """Longest text of a grammar."""
 WORKERS = 2
@@ -32,23 +25,9 @@ CACHE_ENTRIES = 256
 CACHE_BYTES = 256 << 20
 """Bounds of the grammars that are kept compiled, those of running requests aside."""
 
-_FORKSERVER = multiprocessing.get_context("forkserver")
-_starting = threading.Lock()
-
 
 class _Refused(Exception):
     """The grammar, or the tokenizer, is at fault."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """The token texts as the matcher takes them."""
-
-    table: list[bytes]
-    """One entry for each id of the model, empty where no grammar can match it."""
-    silent_ids: frozenset[int]
-    """Ids with an empty entry."""
-    info: xgrammar.TokenizerInfo
 
 
 class GrammarCompiler:
@@ -75,9 +54,10 @@ class GrammarCompiler:
         self._available = importlib.util.find_spec("xgrammar") is not None
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._vocabulary: _Vocabulary | None = None
-        self._compiled: OrderedDict[GrammarSpec, Future[xgrammar.CompiledGrammar]] = OrderedDict()
-        self._waiting: dict[str, tuple[Request, Future[xgrammar.CompiledGrammar]]] = {}
+        self._table: list[bytes] | None = None
+        self._walker: GrammarWalker | None = None
+        self._compiled: OrderedDict[GrammarSpec, Future[str]] = OrderedDict()
+        self._waiting: dict[str, tuple[Request, Future[str]]] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -130,15 +110,25 @@ class GrammarCompiler:
         """Return when a waiting request can be taken, or after ``seconds``."""
         wait([future for _, future in self._waiting.values()], seconds, FIRST_COMPLETED)
 
+    @property
+    def walker(self) -> GrammarWalker:
+        """Follows the grammars that were compiled here."""
+        if self._walker is None:
+            assert self._table is not None, "a constraint was compiled for a vocabulary"
+            self._walker = GrammarWalker(self._table)
+        return self._walker
+
     def close(self) -> None:
-        """Start nothing more; what runs ends by its own limits."""
+        """Start nothing more; what is being compiled ends by its own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._walker is not None:
+            self._walker.close()
 
     def _outcome(self, request: Request) -> Constraint | ErrorInfo:
         _, future = self._waiting.pop(request.request_id)
         error = future.exception()
         if error is None:
-            return self._constraint(request, future.result())
+            return Constraint(future.result(), request.params.stop_token_ids)
         spec = request.params.grammar
         assert spec is not None, "submit() takes requests with a grammar"
         if isinstance(error, _Refused):
@@ -147,21 +137,10 @@ class GrammarCompiler:
         self._compiled.pop(spec, None)
         return ErrorInfo("internal_error", f"the grammar could not be compiled: {error}")
 
-    def _constraint(self, request: Request, compiled: xgrammar.CompiledGrammar) -> Constraint:
-        import xgrammar
-
-        assert self._vocabulary is not None, "a grammar was compiled for a vocabulary"
-        return Constraint(
-            xgrammar.GrammarMatcher(compiled),
-            self._vocab_size,
-            self._vocabulary.silent_ids,
-            request.params.stop_token_ids,
-        )
-
     def _evict(self) -> None:
         """Drop the grammars that were not used for longest."""
         sizes = {
-            spec: future.result().memory_size_bytes if future.exception() is None else 0
+            spec: len(future.result()) if future.exception() is None else 0
             for spec, future in self._compiled.items()
             if future.done()
         }
@@ -174,22 +153,11 @@ class GrammarCompiler:
 
     # --- in the pool's threads ------------------------------------------------------------------------------
 
-    def _compile(self, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
-        import xgrammar
-
-        vocabulary = self._load_vocabulary()
-        text = _compile_apart(spec, vocabulary.table, self._time_limit)
-        return xgrammar.CompiledGrammar.deserialize_json(text, vocabulary.info)
-
-    def _load_vocabulary(self) -> _Vocabulary:
-        from engine.grammar import job
-
+    def _compile(self, spec: GrammarSpec) -> str:
         with self._lock:
-            if self._vocabulary is None:
-                table = self._token_texts()
-                silent = frozenset(token for token, text in enumerate(table) if not text)
-                self._vocabulary = _Vocabulary(table, silent, job.vocabulary(table))
-            return self._vocabulary
+            if self._table is None:
+                self._table = self._token_texts()
+        return _compile_apart(spec, self._table, self._time_limit)
 
     def _token_texts(self) -> list[bytes]:
         try:
@@ -205,36 +173,20 @@ class GrammarCompiler:
 def _compile_apart(spec: GrammarSpec, table: list[bytes], time_limit: float) -> str:
     """Compile in a process that is ended at the time limit; the serialised grammar.
 
-    The processes are forked from one that has the libraries loaded and runs nothing else.
-
     Raises:
         _Refused: The grammar is at fault.
     """
-    from engine.grammar import job
-
-    ours, theirs = _FORKSERVER.Pipe(duplex=False)
-    process = _FORKSERVER.Process(
-        target=job.run, args=(theirs, spec, table, int(time_limit) + 1), name="grammar", daemon=True
-    )
-    with ours:
-        with _starting:
-            _FORKSERVER.set_forkserver_preload([job.__name__])
-            process.start()
-        theirs.close()
-        try:
-            return _receive(ours, time_limit)
-        except EOFError:
-            raise _Refused("the grammar needs too much memory or is nested too deeply") from None
-        finally:
-            process.kill()
-            process.join()
+    child = children.Child(children.compile_one, spec, table, int(time_limit) + 1)
+    try:
+        return _receive(child.connection, time_limit)
+    except EOFError:
+        raise _Refused("the grammar needs too much memory or is nested too deeply") from None
+    finally:
+        child.close()
 
 
 def _receive(connection: Connection, time_limit: float) -> str:
     """The job's result. Raises ``_Refused`` or, where the process is gone, ``EOFError``."""
-    if not connection.poll(START_SECONDS):
-        raise TimeoutError(f"no process to compile in after {START_SECONDS:g} s")
-    connection.recv()
     if not connection.poll(time_limit):
         raise _Refused(f"the grammar takes more than {time_limit:g} s to compile")
     compiled, text = connection.recv()

@@ -10,22 +10,25 @@ import re
 import resource
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import xgrammar
 
+from engine.grammar.children import limit_memory
 from engine.types import GrammarSpec
 
 MEMORY_BYTES = 1 << 30
 """What a compilation may allocate."""
 COMPILED_BYTES = 32 << 20
 """Largest compiled grammar."""
+SERIALISED_BYTES = 32 << 20
+"""Largest compiled grammar as text, which the walking process must read within a step."""
 MAX_SPACES = 16
 """White space between the parts of a JSON document: without a bound, a model could write nothing else for ever."""
 
 _ORIGIN = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")
 _MAX_MESSAGE = 300
+_TOO_MUCH_MEMORY = "it needs too much memory to compile"
 _CHARACTERS = r" !#-\[\]-" + "\ud7ff\ue000-\U0010ffff"
 """Those that stand for themselves in a JSON string, as the inside of a regular expression's set."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})
@@ -65,7 +68,7 @@ def compile_grammar(spec: GrammarSpec, info: xgrammar.TokenizerInfo) -> xgrammar
         else:
             compiled = compiler.compile_grammar(spec.text)
     except MemoryError:
-        raise GrammarError("it needs too much memory to compile") from None
+        raise GrammarError(_TOO_MUCH_MEMORY) from None
     except RecursionError:  # a RuntimeError too
         raise GrammarError("it is nested too deeply") from None
     except json.JSONDecodeError as exc:
@@ -111,28 +114,31 @@ def _types(schema: dict[str, Any]) -> list[Any]:
 def run(connection: Connection, spec: GrammarSpec, table: Sequence[bytes], cpu_seconds: int) -> None:
     """Send ``None`` when the work begins, then ``(True, serialised grammar)`` or ``(False, what is wrong)``."""
     info = vocabulary(table)
-    _limit(cpu_seconds)
+    limit_memory(MEMORY_BYTES)
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    seconds = int(used) + 1 + cpu_seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     connection.send(None)
     try:
-        answer = True, compile_grammar(spec, info).serialize_json()
+        answer = True, _serialise(compile_grammar(spec, info))
     except GrammarError as exc:
         answer = False, str(exc)
     connection.send(answer)
 
 
-def _limit(cpu_seconds: int) -> None:
-    """Bound this process's time and memory from now on."""
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    for kind, limit in (
-        (resource.RLIMIT_CPU, int(used) + 1 + cpu_seconds),
-        (resource.RLIMIT_AS, mapped + MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (limit, limit))
+def _serialise(compiled: xgrammar.CompiledGrammar) -> str:
+    try:
+        text = compiled.serialize_json()
+    except (MemoryError, RuntimeError):
+        raise GrammarError(_TOO_MUCH_MEMORY) from None
+    if len(text) > SERIALISED_BYTES:
+        raise GrammarError(f"it is larger than {SERIALISED_BYTES >> 20} MiB when serialised")
+    return text
 
 
 def _readable(message: str) -> str:
     """The library's message without its source position, on one line."""
+    if "bad_alloc" in message:
+        return _TOO_MUCH_MEMORY
     text = " ".join(_ORIGIN.sub("", message).split()).rstrip(".")
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."

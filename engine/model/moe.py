@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from engine.config import ModelConfig
 from engine.model.half import HalfWeight, pack
@@ -125,9 +125,9 @@ class Moe(nn.Module):
         if self._half is not None:
             return self._wide(x, chosen, weights) + residual
         assert self.gate_up is not None and self.down is not None
-        # Outside bf16, the grouped product synchronises with the host, which no graph or trace can hold.
+        # Outside bf16, the grouped product synchronises with the host, which no graph can hold, and has no fake.
         capturable = x.dtype == torch.bfloat16 and self.hidden % 8 == 0 and self.inner % 8 == 0
-        if not capturable and (x.is_cuda or is_in_torch_dispatch_mode()):
+        if not capturable and (x.is_cuda or isinstance(x, FakeTensor)):
             return self._all_experts(x, chosen, weights, self.gate_up, self.down) + residual
         if self.num_shared:
             chosen = torch.cat((chosen, self.shared_ids.expand(x.shape[0], -1)), dim=-1)

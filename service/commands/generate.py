@@ -114,9 +114,5 @@ def _statistics(generation: Generation, plan: ChoicePlan, waited: float, seconds
     ]
     spec = generation.spec_stats.summary()
     if spec is not None:
-        lines.append(
-            f"accept length {spec.mean_acceptance_length:.2f} of {spec.num_spec_tokens + 1}: "
-            f"{spec.num_accepted_draft_tokens} of {spec.num_draft_tokens} drafts accepted "
-            f"in {spec.num_spec_steps} steps; steps by accepted drafts: {spec.acceptance_histogram}"
-        )
+        lines.append(spec.describe())
     return "\n".join(lines)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import structlog
 import uvicorn
+from fastapi import FastAPI
 from rich.console import Console
 from rich.table import Table
 
+from engine.client import DeathSink
+from engine.errors import ConfigError
 from engine.process_client import ProcessEngineClient
 from engine.types import EngineInfo
 from engine.worker import DEFAULT_FACTORY
@@ -24,12 +30,16 @@ from service.lifecycle import Lifecycle
 from service.logs import configure_logs
 from service.metrics import ServiceMetrics
 from service.settings import Settings, option_name
+from service.supervisor import SupervisedClient
 from service.text import Tokenizer
+from service.tracing import Tracer
 from service.version import VERSION
 
 EXIT_ENGINE_DIED = 1
 CLOSING_SECONDS = 5
 """How long clients that do not read their answers can hold up the end."""
+BACKLOG = 8192
+"""Connections that may wait to be accepted; the kernel has a limit of its own (``net.core.somaxconn``)."""
 SAME_SIGNAL_SECONDS = 0.5
 """Signals closer than this are one: a process group and a parent that forwards deliver the same one twice."""
 DEATH_NOTICE_SECONDS = 2.0
@@ -133,29 +143,61 @@ def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
         The exit code: 0 after a signal, ``EXIT_ENGINE_DIED`` if the engine died or could not start.
 
     Raises:
-        ConfigError: The tokenizer cannot be used.
+        ConfigError: The tokenizer, the certificate or the OpenTelemetry SDK cannot be used.
     """
     configure_logs(settings.log_level, settings.log_format)
     tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)
     metrics = ServiceMetrics()
-
-    def on_death(reason: str) -> None:
-        metrics.engine_down()
-        server.engine_died(reason)
-
-    def on_ready() -> None:
-        metrics.engine_ready(settings.model_name, VERSION, client.info)
-        show_resolved(settings, client.info)
-
-    client = ProcessEngineClient(
-        settings.engine_options(),
-        on_stats=metrics.engine_step,
-        on_death=on_death,
-        stall_timeout=settings.engine_timeout,
-        factory=factory,
+    tracer = None
+    if settings.otlp_endpoint is not None:
+        tracer = Tracer.to_endpoint(settings.otlp_endpoint, settings.model_name)
+    client = _engine_client(settings, metrics, factory, lambda reason: server.engine_died(reason))
+    app = create_app(settings, client, metrics, tokenizer, tracer)
+    server = Server(
+        _server_config(app, settings),
+        app.state.service.lifecycle,
+        settings.drain_timeout,
+        on_ready=lambda: show_resolved(settings, client.info),
     )
-    app = create_app(settings, client, metrics, tokenizer)
-    config = uvicorn.Config(
+    _allow_many_connections()
+    server.run()
+    return server.exit_code
+
+
+def _engine_client(
+    settings: Settings, metrics: ServiceMetrics, factory: str, on_death: DeathSink
+) -> SupervisedClient:
+    def new_engine(on_death: DeathSink) -> ProcessEngineClient:
+        return ProcessEngineClient(
+            settings.engine_options(),
+            on_stats=metrics.engine_step,
+            on_death=on_death,
+            stall_timeout=settings.engine_timeout,
+            factory=factory,
+        )
+
+    client = SupervisedClient(
+        new_engine,
+        max_restarts=settings.max_engine_restarts,
+        on_ready=lambda: metrics.engine_ready(settings.model_name, VERSION, client.info),
+        on_down=metrics.engine_down,
+        on_restart=metrics.engine_restart,
+        on_death=on_death,
+    )
+    return client
+
+
+def _server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+    def path(file: Path | None) -> str | None:
+        return None if file is None else str(file)
+
+    if settings.ssl_certfile is not None:
+        try:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(f"--ssl-certfile {settings.ssl_certfile}: {error}") from None
+    return uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
@@ -164,16 +206,20 @@ def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
         server_header=False,
         ws="none",
         lifespan="on",
+        backlog=BACKLOG,
         timeout_graceful_shutdown=CLOSING_SECONDS,
+        ssl_certfile=path(settings.ssl_certfile),
+        ssl_keyfile=path(settings.ssl_keyfile),
+        ssl_ca_certs=path(settings.ssl_ca_certs),
+        ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
     )
-    server = Server(
-        config,
-        app.state.service.lifecycle,
-        settings.drain_timeout,
-        on_ready=on_ready,
-    )
-    server.run()
-    return server.exit_code
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit of open files, one for each connection, as far as the system lets."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def show_resolved(settings: Settings, info: EngineInfo) -> None:

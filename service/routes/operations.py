@@ -64,8 +64,8 @@ async def version() -> Response:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text format; see docs/metrics.md."""
-    content, media_type = service_of(request).metrics.exposition()
+    """Prometheus text format, or OpenMetrics where ``Accept`` names it; see docs/metrics.md."""
+    content, media_type = service_of(request).metrics.exposition(request.headers.get("accept", ""))
     return Response(content, media_type=media_type)
 
 

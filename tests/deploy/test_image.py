@@ -75,6 +75,12 @@ def test_the_install_script_parses_and_knows_each_step_that_the_dockerfile_asks_
         assert re.search(rf"^{step}\(\) {{$", script, flags=re.MULTILINE)
 
 
+def test_the_image_installs_the_locks_that_make_does():
+    recipe = (ROOT / "Makefile").read_text().partition("\n$(VENV)/.runtime:")[2].partition("@touch")[0]
+    locks = set(re.findall(r"-r (requirements\S*\.lock)", recipe))
+    assert {"requirements.lock"} <= locks == set(re.findall(r"requirements[\w-]*\.lock", INSTALL.read_text()))
+
+
 def test_an_unknown_step_is_refused_with_the_usage():
     result = subprocess.run([str(INSTALL), "everything"], capture_output=True, text=True)
     assert result.returncode == 2

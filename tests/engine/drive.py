@@ -41,8 +41,13 @@ class Answer:
 def make_engine(path: Path, **options: Any) -> Engine:
     """An engine with small defaults for tests."""
     defaults: dict[str, Any] = {
-        "model": str(path), "kv_page_size": 8, "num_kv_pages": 200, "max_num_seqs": 8, "threads": 1, "device": "cpu",
-    }  # fmt: skip
+        "model": str(path),
+        "device": "cpu",
+        "threads": 1,
+        "max_num_seqs": 8,
+        "kv_page_size": 8,
+        "num_kv_pages": 200,
+    }
     return Engine.load(EngineOptions(**defaults | options), lambda _: None)
 
 

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from scipy import stats
 
 from engine.engine import Engine
+from engine.grammar import job
 from engine.grammar.compiler import GrammarCompiler
-from engine.grammar.constraint import Constraint
+from engine.grammar.matcher import Matcher
+from engine.grammar.walker import Constraint, GrammarWalker
 from engine.types import ErrorInfo, GrammarSpec, Request, SamplingParams
 from tests.engine.drive import Answer, collect, finish, generate, greedy, make_engine, request
 from tests.fixtures.checkpoints import F1, build_f1
 from tests.fixtures.tokenizers import BOS_ID, EOS_ID
 
+ROOT = Path(__file__).parents[2]
 VOCAB = 300
 SCHEMA = {
     "type": "object",
@@ -288,7 +294,7 @@ def test_a_request_that_cannot_be_served_is_refused_before_it_is_compiled(flat: 
 
 @pytest.fixture(scope="module")
 def compiler(flat: F1) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(flat.path, VOCAB, (EOS_ID,), time_limit=1.0)
+    compiler = GrammarCompiler(flat.path, VOCAB, (EOS_ID,), time_limit=2.0)
     yield compiler
     compiler.close()
 
@@ -349,7 +355,8 @@ def test_d9_grammars_without_end_are_ended_and_others_go_on(compiler: GrammarCom
     _compile(compiler, *bad)  # known by now: refused without another attempt
 
 
-def test_hostile_but_harmless_grammars_compile(compiler: GrammarCompiler) -> None:
+def test_hostile_but_harmless_grammars_compile(flat: F1) -> None:
+    compiler = GrammarCompiler(flat.path, VOCAB, (EOS_ID,), time_limit=60.0)
     patterns = ["(x+x+)+y", "(((a{1,100}){1,100}){1,100}){1,100}", "(a|aa)+", "", "é|日本|😀"]
     assert all(isinstance(one, Constraint) for one in _compile(compiler, *map(_regex, patterns)))
 
@@ -376,38 +383,116 @@ def test_a_vocabulary_of_words_offers_no_structured_output(f1: F1) -> None:
     assert isinstance(outcome, ErrorInfo) and outcome.code == "invalid_request"
 
 
-def test_masks_are_those_of_each_place_behind_the_drafts(compiler: GrammarCompiler) -> None:
-    (constraint,) = _compile(compiler, _regex("ab?c"))
-    assert isinstance(constraint, Constraint)
+def _matcher(spec: GrammarSpec, stop_ids: tuple[int, ...] = (EOS_ID,)) -> Matcher:
+    """In this process, over the bytes and nothing else."""
+    table = [b"", b"", *(bytes([byte]) for byte in range(256)), *[b""] * (VOCAB - 258)]
+    silent = frozenset(token for token, text in enumerate(table) if not text)
+    return Matcher(job.compile_grammar(spec, job.vocabulary(table)), VOCAB, silent, stop_ids)
 
-    def allowed(drafts: str) -> list[list[int]]:
-        mask = np.full((4, -(-VOCAB // 32)), -1, dtype=np.int32)
-        constraint.fill(_ids(drafts), mask)
-        bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
-        return [list(np.flatnonzero(row)) for row in bits]
 
-    everything = list(range(VOCAB))
+def _allowed(matcher: Matcher, drafts: list[int]) -> tuple[list[list[int]], tuple[int | None, bool]]:
+    mask = np.full((4, -(-VOCAB // 32)), -1, dtype=np.int32)
+    end = matcher.fill(drafts, mask)
+    bits = np.unpackbits(mask.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
+    return [list(np.flatnonzero(row)) for row in bits], end
+
+
+def test_masks_are_those_of_each_place_behind_the_drafts() -> None:
+    matcher = _matcher(_regex("ab?c"))
+    free = list(range(VOCAB))
     a, b, c = _ids("abc")
-    assert allowed("") == [[a], everything, everything, everything]
-    assert allowed("abc") == [[a], [b, c], [c], [EOS_ID]]
-    assert allowed("acb") == [[a], [b, c], [EOS_ID], everything]
-    assert allowed("xbc") == [[a], everything, everything, everything]
-    assert constraint.keep(_ids("ac")) == (2, False)
-    assert allowed("aaa") == [[EOS_ID], everything, everything, everything]
+    going_on = (None, False)
+    assert _allowed(matcher, []) == ([[a], free, free, free], going_on)
+    assert _allowed(matcher, _ids("abc")) == ([[a], [b, c], [c], [EOS_ID]], going_on)
+    assert _allowed(matcher, _ids("acb")) == ([[a], [b, c], [EOS_ID], free], going_on)
+    assert _allowed(matcher, _ids("xbc")) == ([[a], free, free, free], going_on)
+    assert _allowed(matcher, [a, c, EOS_ID]) == ([[a], [b, c], [EOS_ID], free], going_on)
+    matcher.advance(_ids("ac"))
+    assert _allowed(matcher, _ids("aaa")) == ([[EOS_ID], free, free, free], going_on)
 
 
-def test_strings_of_bounded_length_hold_no_control_characters(compiler: GrammarCompiler) -> None:
+def test_masks_say_where_nothing_can_follow() -> None:
+    matcher = _matcher(_regex("ab"), stop_ids=())
+    masks, end = _allowed(matcher, _ids("abc"))
+    assert masks[:2] == [_ids("a"), _ids("b")] and end == (2, True)
+
+
+def test_strings_of_bounded_length_hold_no_control_characters() -> None:
     """The library itself would let them through, and the output would not be JSON."""
     schema = {
         "type": "object",
         "properties": {"enum": {"type": "string", "maxLength": 2}},
         "required": ["enum"],
     }
-    (constraint,) = _compile(compiler, GrammarSpec("json_schema", json.dumps(schema)))
-    assert isinstance(constraint, Constraint)
-    assert constraint.keep(_ids('{"enum":"')) == (9, False)
-    mask = np.full((1, -(-VOCAB // 32)), -1, dtype=np.int32)
-    constraint.fill([], mask)
-    allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB])
-    text = [token - 2 for token in allowed if token - 2 < 0x80]
+    matcher = _matcher(GrammarSpec("json_schema", json.dumps(schema)))
+    matcher.advance(_ids('{"enum":"'))
+    text = [token - 2 for token in _allowed(matcher, [])[0][0] if token - 2 < 0x80]
     assert text == [byte for byte in range(0x20, 0x80) if chr(byte) != "\\"], "the quote ends the string"
+
+
+@pytest.mark.parametrize("schedule", ["sync", "overlap"])
+def test_d9_a_grammar_that_cannot_be_followed_ends_its_request_only(flat: F1, schedule: str) -> None:
+    """It compiles at once, but each token takes many times as long as the one before."""
+    hostile = "a"
+    for _ in range(6):
+        hostile = f"({hostile}){{1,50}}"
+    engine = make_engine(flat.path, schedule=schedule)
+    good = _sampled(_regex("[a-z]{40}"), seed=2)
+    (alone,) = generate(engine, [[3, 4]], good)
+    engine._grammars.walker._time_limit = 0.5
+    engine.add(request("good", [3, 4], good))
+    engine.add(request("free", [3, 4], greedy(20)))
+    answers: dict[str, Answer] = {}
+    while "good" not in answers:
+        collect(engine, answers)
+    engine.add(request("hostile", [3, 4], _sampled(_regex(f"b?{hostile}"), logit_bias={_ids("a")[0]: 90.0})))
+    while engine.has_work():
+        collect(engine, answers)
+    assert answers["good"].token_ids == alone.token_ids
+    assert len(answers["free"].token_ids) == 20
+    assert answers["hostile"].finish_reason == "error"
+    assert re.fullmatch("b?a+", _text(answers["hostile"].token_ids)), "what came before the end was masked"
+    engine.close()
+
+
+def test_the_death_of_the_walking_process_costs_one_request_at_most(flat: F1) -> None:
+    engine = make_engine(flat.path)
+    params = _sampled(_regex("[a-z]{40}"), seed=2)
+    (alone,) = generate(engine, [[3, 4]], params)
+    child = engine._grammars.walker._child
+    assert child is not None
+    child._process.kill()
+    child._process.join()
+    again = generate(engine, [[3, 4], [3, 4]], params)
+    assert [answer.finish_reason for answer in again] == ["error", "stop"]
+    assert again[1].token_ids == alone.token_ids
+    assert isinstance(engine._grammars.walker, GrammarWalker)
+
+
+def test_no_process_outlives_an_engine_that_is_killed(flat: F1) -> None:
+    """Not even one that is busy with a grammar without end."""
+    code = (
+        "import sys\n"
+        "from tests.engine.drive import make_engine, request\n"
+        "from tests.engine.test_grammar import _nested, _regex, _sampled\n"
+        "from engine.types import GrammarSpec\n"
+        "if __name__ == '__main__':\n"
+        "    engine = make_engine(sys.argv[1])\n"
+        "    engine.add(request('endless', [3], _sampled(GrammarSpec('json_schema', _nested(400)))))\n"
+        "    engine.add(request('a', [3], _sampled(_regex('[a-z]{9999}'), 9999)))\n"
+        "    print('ready', flush=True)\n"
+        "    while engine.has_work():\n"
+        "        engine.iterate()\n"
+    )
+    arguments = [sys.executable, "-c", code, str(flat.path)]
+    with subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        family: list[psutil.Process] = []
+        deadline = time.monotonic() + 60
+        while len(family) < 4 and time.monotonic() < deadline:  # resource tracker, fork server, two at work
+            family = psutil.Process(process.pid).children(recursive=True)
+            time.sleep(0.05)
+        assert len(family) >= 4
+        process.kill()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive

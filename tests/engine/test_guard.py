@@ -186,3 +186,24 @@ def test_an_engine_goes_on_after_faults(f3: F1) -> None:
         finish(engine)
         start = f3.next_token(NAN_TOKEN)
         assert generate(engine, [[start, f3.next_token(start)]], greedy(9))[0].finish_reason == "length"
+
+
+def test_trips_and_actions_are_counted(f1: F1, f3: F1, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(engine: Engine, prompt: list[int]) -> dict[tuple[str, tuple[str, ...]], int]:
+        engine.add(request("a", prompt, greedy(8)))
+        found: dict[tuple[str, tuple[str, ...]], int] = {}
+        while engine.has_work():
+            for count in engine.iterate().stats.counts:
+                found[count.name, count.labels] = found.get((count.name, count.labels), 0) + count.value
+        return found
+
+    target = counted(make_engine(f3.path), [4, NAN_TOKEN])
+    assert target["nan_guard_trips", ("verify", "nan")] == 1
+    assert target["nan_guard_actions", ("failed", "model")] == 1
+    engine = make_engine(f1.path)
+    _poison_logits(engine, "draft", when=1, row=0, value=math.inf, monkeypatch=monkeypatch)
+    draft = counted(engine, [5, 9])
+    assert draft["nan_guard_trips", ("draft", "inf")] == 1
+    assert draft["nan_guard_actions", ("drafts_dropped", "draft")] == 1
+    # Behind the forced step of one token, two of four: 3 steps of 4 verify rows
+    assert draft["nan_guard_rows_checked", ("verify",)] == 12

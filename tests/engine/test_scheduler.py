@@ -108,7 +108,7 @@ def running(**changes: object) -> tuple[Scheduler, Sequence]:
 
 def result(sequence: Sequence, token_ids: list[int]) -> RowResult:
     logprobs = [TokenLogprobs(token, -1.0, []) for token in token_ids]
-    return RowResult(sequence, sequence.epoch, token_ids, 3, len(token_ids) - 1, logprobs)
+    return RowResult(sequence, sequence.epoch, token_ids, 3, len(token_ids) - 1, logprobs=logprobs)
 
 
 def test_a_stop_id_at_the_cap_is_a_stop() -> None:

@@ -140,6 +140,13 @@ class FakeEngine(BaseClient):
         if stop is not None:
             tokens = tokens[: stop + 1]
         done = step = 0
+        scores = None
+        if params.prompt_logprobs is not None:
+            scores = [_logprobs(token, params.prompt_logprobs, 7) for token in request.prompt_token_ids[1:]]
+        if not tokens:
+            yield TokenDelta(
+                request_id=request.request_id, token_ids=[], finish_reason="length", prompt_logprobs=scores
+            )
         while done < len(tokens):
             run = tokens[done : done + self._accepts(step) + 1]
             done += len(run)
@@ -151,6 +158,7 @@ class FakeEngine(BaseClient):
                 num_drafts=num_drafts,
                 num_accepted=min(self._accepts(step), len(run)) if num_drafts else 0,
                 logprobs=logprobs if params.logprobs is not None else None,
+                prompt_logprobs=scores if step == 0 else None,
                 finish_reason=None if not last else "length" if stop is None else "stop",
                 stop_token_id=tokens[-1] if last and stop is not None else None,
                 num_cached_tokens=2 if step == 0 else 0,
@@ -159,9 +167,9 @@ class FakeEngine(BaseClient):
             step += 1
 
 
-def _logprobs(token: int, num_top: int | None) -> TokenLogprobs:
+def _logprobs(token: int, num_top: int | None, rank: int | None = None) -> TokenLogprobs:
     """The token at -0.5; the most probable ids are 2, 3, ... at -0, -1, ..., the last at minus infinity."""
     top = [(2 + i, -float(i)) for i in range(num_top or 0)]
     if top:
         top[-1] = (top[-1][0], float("-inf"))
-    return TokenLogprobs(token, -0.5, top)
+    return TokenLogprobs(token, -0.5, top, rank)

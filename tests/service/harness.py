@@ -16,6 +16,7 @@ from service.app import create_app
 from service.metrics import ServiceMetrics
 from service.settings import Settings
 from service.text import Tokenizer
+from service.tracing import Tracer
 from tests.fixtures.tokenizers import BOS, EOS, byte_tokenizer
 from tests.service.fake_engine import FakeEngine
 
@@ -77,6 +78,7 @@ async def serving(
     *,
     output: Sequence[int] = (),
     tokenizer: Tokenizer | None = None,
+    tracer: Tracer | None = None,
     wait: bool = True,
     **settings: Any,
 ) -> AsyncGenerator[Harness, None]:
@@ -84,7 +86,7 @@ async def serving(
     engine = engine or FakeEngine(lambda request: output)
     metrics = ServiceMetrics()
     values = {"model": Path(MODEL), "drain_timeout": 0.2, **settings}
-    app = create_app(Settings(**values), engine, metrics, tokenizer or make_tokenizer())
+    app = create_app(Settings(**values), engine, metrics, tokenizer or make_tokenizer(), tracer)
     async with app.router.lifespan_context(app):
         if wait:
             await app.state.service.lifecycle.started()

@@ -70,7 +70,11 @@ async def test_c4_degenerate_values_are_refused_naming_the_field(
         ("completions", {"logprobs": 21}, "logprobs"),
         ("completions", {"logprobs": 10**5}, "logprobs"),
         ("completions", {"logprobs": True}, "logprobs"),
-        ("completions", {"logprobs": 1, "echo": True}, "echo"),
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("chat", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("completions", {"prompt_logprobs": 21}, "prompt_logprobs"),
         ("chat", {"logprobs": 1}, "logprobs"),
         ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ("chat", {"top_logprobs": 2}, "top_logprobs"),
@@ -144,7 +148,7 @@ async def test_c8_fields_not_offered_are_accepted_only_when_off(field: str, chat
         call = harness.chat if chat else harness.complete
         for off in (None, *NEUTRAL_VALUES[field]):
             assert (await call(**{field: off})).status_code == 200, off
-        if (field, chat) != ("echo", False):
+        if (field, chat) not in {("echo", False), ("tools", True), ("tool_choice", True)}:
             error = error_of(await call(**{field: {"on": 1}}))
             assert (error["param"], error["code"]) == (field, "unsupported_parameter")
 
@@ -164,7 +168,11 @@ MALFORMED = [
     '{"messages": [{"content": "x"}]}', '{"messages": [{"role": "user", "content": null}]}',
     '{"messages": [{"role": "user", "content": 3}]}', '{"messages": [{"role": "user", "content": [3]}]}',
     '{"messages": [{"role": "king", "content": "x"}]}',
-    '{"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}',
+    '{"messages": [{"role": "tool", "content": "x"}]}',
+    '{"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}',
+    '{"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}',
+    '{"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "function"}]}]}',
+    '{"messages": [{"role": "assistant", "tool_calls": []}]}',
     '{"messages": [{"role": 1, "content": ""}]}',
     '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
     '{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
@@ -336,4 +344,4 @@ def test_the_api_page_names_every_field_and_every_field_not_offered() -> None:
 
 def test_no_field_is_both_offered_and_not() -> None:
     for body in (CompletionBody, ChatBody):
-        assert NEUTRAL_VALUES.keys() & body.model_fields.keys() <= {"echo"}
+        assert NEUTRAL_VALUES.keys() & body.model_fields.keys() <= {"echo", "tools", "tool_choice"}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.detokenize import ChoiceText, Detokenizer, StopMatcher, TokenBytes
+from engine.token_bytes import TokenBytes
+from service.detokenize import ChoiceText, Detokenizer, StopMatcher
 from service.text import Tokenizer
 from tests.fixtures.tokenizers import word_tokenizer
 from tests.service.harness import make_tokenizer, tokens_of

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.types import ForwardCount, StepStats
-from service.metrics import INFO_LABELS, ServiceMetrics, describe
+from engine.types import Count, ForwardCount, StepStats
+from service.metric_registry import describe
+from service.metrics import INFO_LABELS, ServiceMetrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -66,6 +67,7 @@ def test_names_types_and_labels(metrics: ServiceMetrics):
         "prefix_cache_queried_tokens_total": counter,
         "prefix_cache_hit_tokens_total": counter,
         "preemptions_total": counter,
+        "sync_steps_total": ("counter", ("reason",)),
         "requests_started_total": counter,
         "requests_total": ("counter", ("outcome",)),
         "generation_tokens_total": counter,
@@ -74,7 +76,16 @@ def test_names_types_and_labels(metrics: ServiceMetrics):
         "time_to_first_token_seconds": histogram,
         "inter_token_latency_seconds": histogram,
         "request_latency_seconds": histogram,
+        "graph_replays_total": ("counter", ("phase", "rows")),
+        "graph_padding_rows_total": counter,
+        "graph_contract_checks_total": counter,
+        "graph_contract_violations_total": ("counter", ("field",)),
+        "nan_guard_rows_checked_total": ("counter", ("phase",)),
+        "nan_guard_trips_total": ("counter", ("phase", "kind")),
+        "nan_guard_actions_total": ("counter", ("action", "cause")),
+        "nan_guard_pages_scrubbed_total": counter,
         "metrics_errors_total": counter,
+        "engine_restarts_total": counter,
         "ready": gauge,
         "info": ("gauge", INFO_LABELS),
     }
@@ -87,10 +98,22 @@ def test_the_page_has_every_family_and_no_created_series(metrics: ServiceMetrics
     for family in metrics.families:
         assert f"# HELP {family.name} " in text
         if family.kind != "gauge":
-            assert re.search(r"\bper (step|token|choice|request|forward|event|call)\b", family.text), (
-                family.name
-            )
+            assert re.search(
+                r"\bper (step|token|choice|request|forward|event|call|attempt|row|page)\b", family.text
+            ), family.name
     assert "_created" not in text
+
+
+def test_the_engines_own_counts(metrics: ServiceMetrics):
+    metrics.engine_step(
+        stats(counts=[Count("graph_replays", ("step", "4"), 2), Count("graph_padding_rows", (), 3)])
+    )
+    metrics.engine_step(
+        stats(counts=[Count("graph_replays", ("step", "4"), 1), Count("of_a_newer_engine", (), 1)])
+    )
+    assert value(metrics, "graph_replays_total", phase="step", rows="4") == 3
+    assert value(metrics, "graph_padding_rows_total") == 3
+    assert value(metrics, "metrics_errors_total") == 1
 
 
 def test_speculative_steps(metrics: ServiceMetrics):

@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -19,8 +21,10 @@ import httpx
 import psutil
 import pytest
 
-from service.commands.serve import SAME_SIGNAL_SECONDS
-from tests.engine.fake_engine import COUNT, ENDLESS, FACTORY, HANGING_FACTORY, RAISE, REFUSING_FACTORY
+from engine.errors import ConfigError
+from service.commands.serve import SAME_SIGNAL_SECONDS, serve
+from service.settings import load_settings
+from tests.engine.fake_engine import COUNT, ENDLESS, FACTORY, HANGING_FACTORY, LOOP, RAISE, REFUSING_FACTORY
 from tests.fixtures.tokenizers import word_tokenizer, write_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -51,10 +55,11 @@ class Server:
         )
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
-        self.until(lambda: re.search(r"running on http://127\.0\.0\.1:(\d+)", self.log))
-        port = re.search(r"http://127\.0\.0\.1:(\d+)", self.log)
+        self.until(lambda: re.search(r"running on https?://127\.0\.0\.1:(\d+)", self.log))
+        port = re.search(r"https?://127\.0\.0\.1:(\d+)", self.log)
         assert port is not None
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port[1]}", timeout=BOUND)
+        self.port = int(port[1])
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=BOUND)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -172,8 +177,8 @@ def test_sigterm_during_the_load(start: Callable[..., Server]):
 
 @pytest.mark.parametrize("how", ["SIGKILL", "exception"])
 def test_the_death_of_the_engine_is_answered_and_ends_the_server(start: Callable[..., Server], how: str):
-    """D1: streams get an error, health and readiness fall, the exit code is not 0."""
-    server = start()
+    """D1: without restarts streams get an error, health and readiness fall, the exit code is not 0."""
+    server = start(max_engine_restarts=0)
     server.until(server.ready)
     with server.stream(ENDLESS) as running:
         lines = running.iter_lines()
@@ -191,7 +196,82 @@ def test_the_death_of_the_engine_is_answered_and_ends_the_server(start: Callable
     assert server.wait() == 1
 
 
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP", "exception", "endless loop"])
+def test_the_engine_is_started_again(start: Callable[..., Server], how: str):
+    """D1: whatever happens to the engine is noticed, answered and mended."""
+    server = start(engine_timeout=1.0)
+    server.until(server.ready)
+    dead = server.engine
+    with server.stream(ENDLESS) as running:
+        lines = running.iter_lines()
+        next(lines)
+        if how in ("SIGKILL", "SIGSTOP"):
+            os.kill(dead.pid, signal.Signals[how])
+        else:
+            assert server.complete(RAISE if how == "exception" else LOOP).status_code == 503
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "engine_dead"
+    assert server.client.get("/health").status_code == 200
+    server.until(server.ready)
+    assert not dead.is_running()
+    assert server.complete(COUNT, max_tokens=5).status_code == 200
+    page = server.client.get("/metrics").text
+    assert "eyas_engine_restarts_total 1.0" in page
+    assert 'eyas_requests_total{outcome="length"} 1.0' in page
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
+def test_restarts_are_bounded(start: Callable[..., Server]):
+    server = start(max_engine_restarts=1)
+    server.until(server.ready)
+    os.kill(server.engine.pid, signal.SIGKILL)
+    server.until(lambda: "engine_restarted" in server.log)
+    os.kill(server.engine.pid, signal.SIGKILL)
+    assert server.wait() == 1
+
+
+def test_sigterm_between_two_engines(start: Callable[..., Server]):
+    server = start(max_engine_restarts=9)
+    server.until(server.ready)
+    os.kill(server.engine.pid, signal.SIGKILL)
+    server.until(lambda: "engine_restarting" in server.log)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+
+
 def test_a_model_that_cannot_be_loaded_ends_the_server(start: Callable[..., Server]):
     server = start(REFUSING_FACTORY)
     assert server.wait() == 1
     assert "model_type='x': not supported" in server.log
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_tls(start: Callable[..., Server], tmp_path: Path):
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+    ]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True)
+    server = start(ssl_certfile=str(certificate), ssl_keyfile=str(key))
+    server.client = httpx.Client(
+        base_url=f"https://127.0.0.1:{server.port}",
+        verify=ssl.create_default_context(cafile=str(certificate)),
+    )
+    server.until(server.ready)
+    assert server.complete(COUNT, max_tokens=2).status_code == 200
+
+
+def test_a_damaged_certificate_is_refused_by_option(model: Path):
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        serve(load_settings({"model": model, "ssl_certfile": model / "tokenizer.json"}), FACTORY)

@@ -68,6 +68,7 @@ def test_every_option_can_be_a_variable(model: Path, monkeypatch: pytest.MonkeyP
         "served_model_name": "m",
         "api_key": "k1,k2",
         "schedule": "sync",
+        "graphs": "simulate",
         "device": "cpu",
         "attention_backend": "torch_mla",
         "dtype": "float16",
@@ -79,6 +80,13 @@ def test_every_option_can_be_a_variable(model: Path, monkeypatch: pytest.MonkeyP
         "no_prefix_cache": "true",
         "enforce_eager": "yes",
         "num_speculative_tokens": "1",
+        "reasoning_parser": "none",
+        "tool_call_parser": "deepseek",
+        "otlp_endpoint": "http://localhost:4318",
+        "open_metrics": "1",
+        "metrics_compat": "vllm",
+        "api_key_file": str(model / "tokenizer.json"),
+        **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), str(model / "tokenizer.json")),
     }
     for name in Settings.model_fields:
         monkeypatch.setenv(f"EYAS_{name.upper()}", values.get(name, "17"))

@@ -31,7 +31,8 @@ async def both_modes(harness: Harness, **body: Any) -> dict[str, Any]:
     whole = (await harness.complete(**body)).json()
     chunks = events_of(await harness.complete(**body, stream=True, stream_options={"include_usage": True}))
     assert chunks[-1]["usage"] == whole["usage"]
-    assert chunks[-1]["metrics"] == whole["metrics"]
+    stats = [body["metrics"]["speculative_decoding"] for body in (chunks[-1], whole)]
+    assert stats[0] == stats[1]
     texts = text_by_choice(chunks)
     for choice in whole["choices"]:
         assert texts[choice["index"]] == choice["text"]
@@ -91,7 +92,7 @@ async def test_b21_c2_text_does_not_depend_on_the_length_of_runs(num_accepted: i
         body = await both_modes(harness, max_tokens=100)
         assert body["choices"][0]["text"] == "x😀你好!👩‍👩‍👧 sttop!"
         if num_accepted == 0:
-            assert body["metrics"] == {"speculative_decoding": None}
+            assert body["metrics"]["speculative_decoding"] is None
         else:
             check_statistics(body, num_accepted)
 

@@ -1,0 +1,90 @@
+"""A registry that knows how its metrics are documented, and the formats in which they are read."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from service.compat_metrics import VllmNames
+
+OPENMETRICS_TYPE = "application/openmetrics-text"
+
+
+class MetricFamily(NamedTuple):
+    """One metric as its documentation shows it."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    labels: tuple[str, ...]
+    text: str
+
+
+class MetricRegistry:
+    """Base of `ServiceMetrics`: makes metrics under the prefix ``eyas_`` and shows them."""
+
+    def __init__(self) -> None:
+        # "_created" series double the page and tell nothing that a restart does not show.
+        disable_created_metrics()
+        self.registry = CollectorRegistry(auto_describe=True)
+        self.families: list[MetricFamily] = []
+        self._page: Collector = self.registry
+        ProcessCollector(registry=self.registry)
+
+    def export_vllm_names(self, model: str) -> None:
+        """Have the page show vLLM's names too, for the served ``model``."""
+        self._page = VllmNames(self.registry, model)
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """The page of ``/metrics`` and its content type.
+
+        Args:
+            accept: The client's ``Accept`` header: OpenMetrics where it names that, else Prometheus text.
+        """
+        accepted = {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
+        if OPENMETRICS_TYPE in accepted:
+            # The library's default would turn the colon of vLLM's names into an underscore.
+            content = openmetrics.generate_latest(self._page, escaping=openmetrics.ALLOWUTF8)
+            return content, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(self._page), CONTENT_TYPE_LATEST
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        self.families.append(MetricFamily(f"eyas_{name}", "counter", labels, text))
+        return Counter(f"eyas_{name}", text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        self.families.append(MetricFamily(f"eyas_{name}", "gauge", labels, text))
+        return Gauge(f"eyas_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        self.families.append(MetricFamily(f"eyas_{name}", "histogram", (), text))
+        return Histogram(f"eyas_{name}", text, buckets=buckets, registry=self.registry)
+
+
+def describe(families: list[MetricFamily]) -> str:
+    """The Markdown of ``docs/metrics.md``."""
+    lines = [
+        "# Metrics",
+        "",
+        "Served at `/metrics` in the Prometheus text format, by one service process in front of one engine. "
+        "Counters start at 0 with the process. The standard `process_*` metrics of the service process come with "
+        "them.",
+        "",
+        "| name | type | labels | meaning |",
+        "| --- | --- | --- | --- |",
+    ]
+    for family in families:
+        labels = ", ".join(f"`{label}`" for label in family.labels) or "-"
+        lines.append(f"| `{family.name}` | {family.kind} | {labels} | {family.text} |")
+    return "\n".join(lines) + "\n"
