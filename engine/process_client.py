@@ -118,7 +118,7 @@ class ProcessEngineClient(BaseClient):
             stdin=PIPE,
             env={
                 # Threads that spin while they wait starve whatever shares their cores: the service, for one
-                "OMP_WAIT_POLICY": "PASSIVE",
+                "GOMP_SPINCOUNT": "20000",
                 **os.environ,
                 # The child imports what this process would, and nothing from the current directory.
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),

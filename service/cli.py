@@ -179,7 +179,7 @@ def bench(
 def main() -> None:
     """Entry point of the command ``eyas``."""
     # Before torch is imported; the engine process gets the same
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     try:
         app()
     except EngineError as error:
