@@ -52,23 +52,31 @@ class EngineContender:
         self._engine = Engine.load(options, lambda _: None)
         self.info = self._engine.info
 
-    def run(self, prompts: Prompts, params: SamplingParams) -> _Round:
-        """Serve ``prompts`` at once; seconds from the first iteration to the last token."""
-        for index, prompt in enumerate(prompts):
-            self._engine.add(
-                Request(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_time=0.0)
-            )
+    def run(self, prompts: Prompts, params: SamplingParams, batch_size: int) -> _Round:
+        """Serve every prompt, ``batch_size`` at a time: the next one enters when one is done.
+
+        All batch sizes serve the same mix of prompts; large ones serve it several times, to stay full for long.
+        """
+        waiting = [prompt for prompt in prompts for _ in range(1 + batch_size // 8)]
+        running = 0
         tokens = steps = verified = emitted = 0
         start = time.perf_counter()
-        while self._engine.has_work():
+        while waiting or self._engine.has_work():
+            while waiting and running < batch_size:
+                self._add(str(len(waiting)), waiting.pop(), params)
+                running += 1
             outputs = self._engine.iterate()
             steps += 1
             for delta in outputs.deltas:
                 tokens += len(delta.token_ids)
+                running -= delta.finish_reason is not None
                 if delta.num_drafts:
                     verified += 1
                     emitted += delta.num_accepted + 1
         return _Round(time.perf_counter() - start, tokens, emitted / verified if verified else None, steps)
+
+    def _add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        self._engine.add(Request(request_id=name, prompt_token_ids=prompt, params=params, arrival_time=0.0))
 
 
 class TransformersContender:
@@ -87,8 +95,9 @@ class TransformersContender:
         self._device = device
 
     @torch.inference_mode()
-    def run(self, prompts: Prompts, params: SamplingParams) -> _Round:
-        """Left-padded batch, exactly ``max_tokens`` new tokens each."""
+    def run(self, prompts: Prompts, params: SamplingParams, batch_size: int) -> _Round:
+        """One left-padded batch of the first prompts, exactly ``max_tokens`` new tokens each."""
+        prompts = [prompts[i % len(prompts)] for i in range(batch_size)]
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=self._device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
@@ -121,17 +130,15 @@ def compare(
 ) -> list[BenchResult]:
     """Every contender at every batch size, alternating, after one unmeasured round each.
 
-    ``prompts`` is cycled to fill a batch. Prompts repeat over the rounds, so engines should run without a prefix
-    cache.
+    Prompts repeat over the rounds, so engines should run without a prefix cache.
     """
     results = []
     for size in batch_sizes:
-        batch = [prompts[i % len(prompts)] for i in range(size)]
         measured: dict[str, list[_Round]] = {contender.name: [] for contender in contenders}
         for number in range(rounds + 1):
             for contender in contenders:
                 progress(f"batch {size}, round {number} of {rounds}: {contender.name}")
-                outcome = contender.run(batch, params)
+                outcome = contender.run(prompts, params, size)
                 if number:
                     measured[contender.name].append(outcome)
         results += [_summary(name, size, found) for name, found in measured.items()]

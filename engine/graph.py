@@ -174,6 +174,7 @@ class StepGraphs:
         self._backend = backend
         self._num_pages = pool.num_pages
         self._table_width = state.block_table.shape[1]
+        self._max_len = self._table_width * pool.page_size
         self._bound = [("pages", pool.pages), *state.tensors()]
         self._mode = mode
         self._counts = counts
@@ -226,15 +227,15 @@ class StepGraphs:
         return time.perf_counter() - start
 
     def _capture_one(self, phase: Phase, rows: int, variant: Variant, pool: Any) -> _Captured:
-        buffers, width = self.buffers, self._table_width
+        buffers, max_len = self.buffers, self._max_len
         slots, hidden = buffers.slots[:rows], buffers.hidden[:rows]
         allowed = buffers.allowed[:rows] if variant.constrained else None
 
         def run() -> Outputs:
             if phase == "draft":
-                self._step.begin(slots, width, variant, hidden)
+                self._step.begin(slots, max_len, variant, hidden)
                 return (slots,)
-            out = self._step.run(slots, width, variant, allowed)
+            out = self._step.run(slots, max_len, variant, allowed)
             return out.packed, out.logits
 
         return _CudaGraph(run, pool) if self._mode == "cuda" else _SimulatedGraph(run, slots)

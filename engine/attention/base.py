@@ -60,12 +60,13 @@ class AttentionBackend(Protocol):
         """Why this backend cannot serve ``spec`` here; ``None`` if it can."""
         ...
 
-    def prepare(self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor) -> Any:
+    def prepare(self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_len: int) -> Any:
         """What the layers of one phase share (masks, tile schedules), from device values without a sync.
 
         Args:
             block_table: ``[rows, width]`` int32 page ids; 0 where a row owns no page.
             seq_lens: ``[rows]`` int64 key positions of each row, its own S included (so >= S).
+            max_seq_len: No row is longer; frozen by a capture.
         """
         ...
 
@@ -94,13 +95,14 @@ class UniformAttention:
         layout: UniformLayout,
         block_table: Tensor,
         seq_lens: Tensor,
+        max_seq_len: int,
         write_slots: Tensor,
     ) -> None:
         self._backend = backend
         self._pool = pool
         self._layout = layout
         self._write_slots = write_slots
-        self._plan = backend.prepare(layout, block_table, seq_lens)
+        self._plan = backend.prepare(layout, block_table, seq_lens, max_seq_len)
 
     def attend(self, layer: int, query: Tensor, latent: Tensor) -> Tensor:
         self._pool.write(layer, latent, self._write_slots)

@@ -61,7 +61,9 @@ class FlashMla:
             return f"needs kv_page_size {_PAGE_SIZE}, not {spec.page_size}"
         return None
 
-    def prepare(self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor) -> _Plan:
+    def prepare(
+        self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+    ) -> _Plan:
         schedule, _ = self._new_schedule()
         return _Plan(block_table.contiguous(), seq_lens.to(torch.int32), schedule)
 

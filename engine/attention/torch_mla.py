@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from engine.attention.base import AttentionSpec
 from engine.layout import PackedLayout, UniformLayout
 
+_UNIT = 16
+"""Positions gathered at once: a part of a page, so that little is gathered past the longest row."""
 _MAX_SCORES = 1 << 25
 """Most attention scores of a prefill held at once (float32: 128 MiB)."""
 
@@ -18,8 +21,8 @@ _MAX_SCORES = 1 << 25
 class _Plan:
     """What the layers of one uniform phase share."""
 
-    page_ids: Tensor  # [rows * width] int32
-    mask: Tensor  # [rows, stride * heads, width * page_size] float32: 0 where visible, -inf elsewhere
+    unit_ids: Tensor  # [rows * units] int32
+    mask: Tensor  # [rows, stride * heads, units * unit] float32: 0 where visible, -inf elsewhere
 
 
 class TorchMla:
@@ -32,22 +35,29 @@ class TorchMla:
         self._rank = spec.kv_lora_rank
         self._scale = spec.softmax_scale
         self._page_size = spec.page_size
+        self._unit = math.gcd(spec.page_size, _UNIT)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         return None
 
-    def prepare(self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor) -> _Plan:
-        keys = torch.arange(block_table.shape[1] * self._page_size, device=block_table.device)  # [L]
+    def prepare(
+        self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+    ) -> _Plan:
+        device, per_page = block_table.device, self._page_size // self._unit
+        units = -(-max_seq_len // self._unit)
+        parts = torch.arange(per_page, dtype=torch.int32, device=device)
+        unit_ids = (block_table[:, :, None] * per_page + parts).flatten(1)[:, :units]  # [B, units]
+        keys = torch.arange(unit_ids.shape[1] * self._unit, device=device)  # [L]
         last = (seq_lens - layout.stride)[:, None] + layout.offsets  # [B, S]: last visible key of each token
         hidden = keys > last[:, :, None]  # [B, S, L]
-        mask = torch.zeros(hidden.shape, device=keys.device).masked_fill_(hidden, float("-inf"))
+        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
         mask = mask.repeat_interleave(self._heads, dim=1)  # [B, S * H, L]
-        return _Plan(page_ids=block_table.flatten(), mask=mask)
+        return _Plan(unit_ids=unit_ids.flatten(), mask=mask)
 
     def attend(self, query: Tensor, pages: Tensor, plan: _Plan) -> Tensor:
         rows, stride, heads, dim = query.shape
-        gathered = pages.flatten(1).index_select(0, plan.page_ids)
+        gathered = pages.view(-1, self._unit * dim).index_select(0, plan.unit_ids)
         latent = gathered.view(rows, -1, dim).float()  # [B, L, D]
         flat_query = query.reshape(rows, stride * heads, dim).float()
         scores = torch.baddbmm(plan.mask, flat_query, latent.transpose(1, 2), alpha=self._scale)

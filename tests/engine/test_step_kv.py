@@ -88,13 +88,13 @@ def test_a3_padding_rows_touch_only_the_scratch_page(path: Path, variant: Varian
     pool.pages[:, torch.tensor(spare)] = 7.25
     live = torch.tensor([sequence.slot for sequence in running])
     padded = torch.cat([live, torch.full((5,), state.padding_slot)])
-    width = state.block_table.shape[1]
+    max_len = state.block_table.shape[1] * runner._pool.page_size
     before, core = pool.pages.clone(), state.core.clone()
     with torch.inference_mode():
-        straight = runner.step.run(live, width, variant).packed.clone()
+        straight = runner.step.run(live, max_len, variant).packed.clone()
         pool.pages.copy_(before)
         state.core.copy_(core)
-        out = runner.step.run(padded, width, variant).packed
+        out = runner.step.run(padded, max_len, variant).packed
     assert torch.equal(out[: len(running)], straight)
     assert torch.equal(pool.pages[:, torch.tensor(spare)], before[:, torch.tensor(spare)])
     assert not state.core[state.padding_slot].any()
@@ -108,11 +108,11 @@ def test_the_whole_step_traces_without_a_look_at_a_value(path: Path, k: int, var
     engine = make_engine(path, num_speculative_tokens=k)
     step, state = engine._runner.step, engine._runner._state
     slots = torch.tensor([0, state.padding_slot])
-    width = state.block_table.shape[1]
+    max_len = state.block_table.shape[1] * engine._runner._pool.page_size
     with torch.no_grad():
-        step.run(slots, width, variant)  # fills the layouts' cache with real tensors
+        step.run(slots, max_len, variant)  # fills the layouts' cache with real tensors
         graph = make_fx(
-            lambda rows: step.run(rows, width, variant).packed,
+            lambda rows: step.run(rows, max_len, variant).packed,
             tracing_mode="fake",
             _allow_non_fake_inputs=True,
         )(slots)
