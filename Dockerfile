@@ -11,7 +11,8 @@ ARG CUDA_VERSION=13.0.2
 
 # --- cpu ---------------------------------------------------------------------------------------------------
 FROM ${PYTHON_IMAGE} AS cpu-build
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# PyTorch's CPU wheel index makes the image small; without it pip takes what its default index has.
+ARG TORCH_INDEX=
 WORKDIR /src
 COPY requirements.lock requirements-grammar.lock ./
 COPY deploy/install.sh deploy/
@@ -26,7 +27,7 @@ RUN deploy/install.sh app
 FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu24.04 AS cuda-build
 # The torch that the GPU tests run with; FlashMLA's wheel is built for it.
 ARG TORCH=torch==2.11.0
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cu130
+ARG TORCH_INDEX=
 ARG FLASHINFER_CUDA_ARCH_LIST="9.0a 10.0a 10.3a"
 WORKDIR /src
 COPY requirements.lock requirements-grammar.lock ./

@@ -4,7 +4,7 @@
 # completion, scrapes the metrics, and stops it. As root: needs debootstrap, curl and unshare.
 #
 #   ROOT     where the Debian root goes (default build/image-root); kept, a second run reuses it
-#   SUITE, MIRROR   of Debian
+#   SUITE, MIRROR   of Debian; debootstrap's own mirror by default
 #   TORCH_INDEX     as in install.sh; empty for pip's own configuration
 #   BIND     paths of this machine to show inside while installing, such as a pip configuration
 set -euo pipefail
@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 
 ROOT="$(realpath -m "${ROOT:-build/image-root}")"
 SUITE="${SUITE:-bookworm}"
-MIRROR="${MIRROR:-http://deb.debian.org/debian}"
+MIRROR="${MIRROR:-}"
 PORT="${PORT:-18000}"
 BIND="${BIND:-}"
 START=$SECONDS
@@ -42,7 +42,7 @@ inside() { chroot "$ROOT" env PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin 
 
 install_all() {
     if [ ! -e "$ROOT/etc/debian_version" ]; then
-        debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv "$SUITE" "$ROOT" "$MIRROR" > /dev/null
+        debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv "$SUITE" "$ROOT" ${MIRROR:+"$MIRROR"} > /dev/null
     fi
     say "clean root of Debian $(cat "$ROOT/etc/debian_version")"
     rm -rf "$ROOT/src" "$ROOT/opt/eyas"

@@ -14,7 +14,7 @@ PREFIX="${PREFIX:-/opt/eyas}"
 PYTHON="${PYTHON:-python3}"
 # The index that has the build of torch that is wanted; empty for the one that pip is configured with.
 # TORCH chooses another version than that of the lock.
-TORCH_INDEX="${TORCH_INDEX-https://download.pytorch.org/whl/cpu}"
+TORCH_INDEX="${TORCH_INDEX-}"
 
 pip_install() {
     "$PREFIX/bin/pip" install --no-cache-dir --disable-pip-version-check --no-input "$@"

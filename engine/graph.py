@@ -33,8 +33,9 @@ CONSTRAINED: Final = Variant(sampled=True, truncated=True, processed=True, const
 VARIANTS: Final = (GREEDY, FULL, CONSTRAINED)
 DISABLE_AFTER: Final = 3
 """Contract violations of one graph after which it is not replayed any more."""
-_STAGES: Final = 4
-"""Pinned copies of the inputs: more than there can be steps in flight, so that none is overwritten too early."""
+_STAGES: Final = 8
+"""Pinned copies of the inputs, so that none is overwritten before the device has read it: an iteration uses two (step
+and draft phase), and its draft phase is known to be done only when the step two iterations later is."""
 
 
 def buckets(max_rows: int) -> list[int]:
