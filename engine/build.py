@@ -134,8 +134,12 @@ class _Factory:
         return pages
 
     def _measure_gpu_budget(self, limit: int) -> int:
-        """Bytes for the pool: the allowed share of the GPU less the peak of a full prefill chunk and step."""
+        """Bytes for the pool: the allowed share of the GPU less the peak of a full prefill chunk and step.
+
+        Captured steps share one memory pool of their own, about as large as the largest step's workspace.
+        """
         device = self._resolved.device
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         self.runner(2, limit).warm_up(self.warm_up_tokens(limit))
         torch.cuda.synchronize(device)
@@ -143,7 +147,8 @@ class _Factory:
         held = torch.cuda.memory_reserved(device)
         peak = torch.cuda.max_memory_allocated(device)
         outside = total - free - held  # CUDA context, libraries, other processes
-        return int(total * self._options.gpu_memory_utilization) - outside - peak
+        graphs = peak - before if self._resolved.graphs == "cuda" else 0
+        return int(total * self._options.gpu_memory_utilization) - outside - peak - graphs
 
     def warm_up_tokens(self, max_model_len: int) -> int:
         """Tokens of the largest prefill."""

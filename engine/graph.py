@@ -34,8 +34,8 @@ VARIANTS: Final = (GREEDY, FULL, CONSTRAINED)
 DISABLE_AFTER: Final = 3
 """Contract violations of one graph after which it is not replayed any more."""
 _STAGES: Final = 8
-"""Pinned copies of the inputs, so that none is overwritten before the device has read it: an iteration uses two (step
-and draft phase), and its draft phase is known to be done only when the step two iterations later is."""
+"""Pinned copies of the inputs, so that none is overwritten before the device has read it: an iteration uses two
+(step and draft phase), and its draft phase is known to be done only when the step two iterations later is."""
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -228,15 +228,15 @@ class StepGraphs:
         return time.perf_counter() - start
 
     def _capture_one(self, phase: Phase, rows: int, variant: Variant, pool: Any) -> _Captured:
-        buffers, max_len = self.buffers, self._max_len
+        buffers, max_lens = self.buffers, (self._max_len,) * rows
         slots, hidden = buffers.slots[:rows], buffers.hidden[:rows]
         allowed = buffers.allowed[:rows] if variant.constrained else None
 
         def run() -> Outputs:
             if phase == "draft":
-                self._step.begin(slots, max_len, variant, hidden)
+                self._step.begin(slots, max_lens, variant, hidden)
                 return (slots,)
-            out = self._step.run(slots, max_len, variant, allowed)
+            out = self._step.run(slots, max_lens, variant, allowed)
             return out.packed, out.logits
 
         return _CudaGraph(run, pool) if self._mode == "cuda" else _SimulatedGraph(run, slots)

@@ -193,7 +193,10 @@ class ProcessEngineClient(BaseClient):
             self._read()
             if self._state == "ready" and self._silence > self._stall_timeout:
                 self._kill()
-                self._die(f"the engine was stuck: no sign of life for {self._stall_timeout:g} s")
+                self._die(
+                    f"the engine was stuck: no sign of life for {self._stall_timeout:g} s "
+                    "(--engine-timeout; it must exceed the longest iteration)"
+                )
 
     async def _watch_exit(self, process: Process) -> None:
         code = await process.wait()

@@ -96,13 +96,13 @@ class Runner:
             allowed: Where one of them has a grammar: what they may choose (``SpeculativeStep.run``), on the host.
         """
         # The upper bounds hold this step already
-        max_len = self._reach(max(row.written_upper_bound for row in rows))
+        max_lens = tuple(self._reach(row.written_upper_bound) for row in rows)
         params = [row.request.params for row in rows]
         variant = choose_variant(params)
         if allowed is not None:
             variant = replace(variant, constrained=True)
         with self._threads_for(len(rows) * self._stride):
-            out = self._replay_or_run(rows, max_len, variant, allowed)
+            out = self._replay_or_run(rows, max_lens, variant, allowed)
         self.counts["nan_guard_rows_checked", ("verify",)] += len(rows) * self._stride
         self.counts["nan_guard_rows_checked", ("draft",)] += len(rows) * (self._stride - 1)
         wanted = [place for place, p in enumerate(params) if p.logprobs is not None]
@@ -110,7 +110,7 @@ class Runner:
         return PendingStep([(row, row.epoch) for row in rows], out.packed, logprobs)
 
     def _replay_or_run(
-        self, rows: Seq[Sequence], max_len: int, variant: Variant, allowed: Tensor | None
+        self, rows: Seq[Sequence], max_lens: tuple[int, ...], variant: Variant, allowed: Tensor | None
     ) -> StepOutput:
         """The step, replayed where a graph serves it; else eager, counted with the reason."""
         reason = self._eager_reason
@@ -123,7 +123,7 @@ class Runner:
         self._count("step", reason)
         if allowed is not None:
             allowed = allowed.to(self._device, non_blocking=True)
-        return self.step.run(self._slots(rows), max_len, variant, allowed)
+        return self.step.run(self._slots(rows), max_lens, variant, allowed)
 
     @torch.inference_mode()
     def capture(
@@ -216,7 +216,7 @@ class Runner:
             return
         sequences = [chunks[place].sequence for place in done]
         hidden = draft_hidden.index_select(0, last_rows[done].to(self._device))
-        max_len = self._reach(max(spans[place][1] for place in done))
+        max_lens = tuple(self._reach(spans[place][1]) for place in done)
         variant = choose_variant([sequence.request.params for sequence in sequences])
         reason: ForwardReason | None = self._eager_reason
         if self._graphs is not None:
@@ -225,19 +225,22 @@ class Runner:
             self._forwards["draft", "replay", "none"] += 1
             return
         self._count("draft", reason)
-        self.step.begin(self._slots(sequences), max_len, variant, hidden)
+        self.step.begin(self._slots(sequences), max_lens, variant, hidden)
 
     @torch.inference_mode()
     def warm_up(self, prefill_tokens: int) -> None:
         """Run every phase once on the padding slot, so that the first request meets warm kernels.
 
-        Everything is written to the scratch page, which is zeroed again.
+        Everything is written to the scratch page, which is zeroed again. On a GPU the step has as many rows as
+        there are slots: the KV pool gets the memory that is left beside it.
         """
-        slots = torch.full((1,), self._state.padding_slot, dtype=torch.int64, device=self._device)
+        count = self._state.num_slots if self._device.type == "cuda" else 1
+        slots = torch.full((count,), self._state.padding_slot, dtype=torch.int64, device=self._device)
+        longest = self._state.block_table.shape[1] * self._pool.page_size
         tokens = [0] * prefill_tokens
         self._forward_packed(slots, [(0, prefill_tokens)], tokens, tokens)
         for variant in (GREEDY, FULL):
-            self.step.run(slots, self._state.block_table.shape[1] * self._pool.page_size, variant)
+            self.step.run(slots, (longest,) * count, variant)
         self._pool.scrub([SCRATCH_PAGE])
 
     def take_forwards(self) -> list[ForwardCount]:
@@ -272,7 +275,7 @@ class Runner:
         return torch.tensor([row.slot for row in rows], dtype=torch.int64).to(self._device)
 
     def _reach(self, written: int) -> int:
-        """Positions that a step touches behind at most ``written`` ones, of those that a block table can name."""
+        """Positions that a step touches behind ``written`` ones, of those that a block table can name."""
         return min(written + self._draft_reach, self._state.block_table.shape[1] * self._pool.page_size)
 
     def _width(self, positions: int) -> int:

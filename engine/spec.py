@@ -32,8 +32,8 @@ class Rows:
     slots: Tensor  # [B] int64
     core: Tensor  # [B, 4 + K] int64
     halted: Tensor  # [B] bool: a fault stopped the slot; the step must be a no-op for it
-    block_table: Tensor  # [B, pages of max_len] int32; all scratch for a halted row
-    max_len: int  # positions that the rows can reach, at most
+    block_table: Tensor  # [B, pages of the longest row] int32; all scratch for a halted row
+    max_lens: tuple[int, ...]  # positions that each row can reach, at most
     variant: Variant
 
     @property
@@ -105,8 +105,10 @@ class SpeculativeStep:
         self._state = state
         self._k = num_speculative_tokens
 
-    def run(self, slots: Tensor, max_len: int, variant: Variant, allowed: Tensor | None = None) -> StepOutput:
-        """One whole step of ``slots`` ``[B]``, none of which reaches position ``max_len`` (known to the host).
+    def run(
+        self, slots: Tensor, max_lens: tuple[int, ...], variant: Variant, allowed: Tensor | None = None
+    ) -> StepOutput:
+        """One whole step of ``slots`` ``[B]``; ``max_lens``: positions that each can reach, as the host knows.
 
         ``allowed`` ``[B, W, ceil(V / 32)]`` int32, for the constrained variants only: the tokens that each row may
         choose at each position (see ``mask_logits``), all ones where there is no grammar.
@@ -114,7 +116,7 @@ class SpeculativeStep:
         assert variant.constrained == (allowed is not None), (
             "constrained variants read a mask, and only they do"
         )
-        rows = self._load(slots, max_len, variant)
+        rows = self._load(slots, max_lens, variant)
         positions, attention = self._forward_inputs(rows, rows.seq_len, self._k + 1)
         hidden, logits = self._verify(rows.tokens, positions, attention)
         accepted = self._accept(rows, logits, allowed)
@@ -126,13 +128,13 @@ class SpeculativeStep:
         results = [accepted.emitted, accepted.count[:, None], rows.num_drafts, flags[:, None]]
         return StepOutput(torch.cat(results, dim=1), logits)
 
-    def begin(self, slots: Tensor, max_len: int, variant: Variant, draft_hidden: Tensor) -> None:
+    def begin(self, slots: Tensor, max_lens: tuple[int, ...], variant: Variant, draft_hidden: Tensor) -> None:
         """The draft phase alone, for slots whose prefill just ended, so that their first step has K drafts.
 
         Args:
             draft_hidden: ``[B, H]``, the draft's hidden state at each slot's last written position.
         """
-        rows = self._load(slots, max_len, variant)
+        rows = self._load(slots, max_lens, variant)
         counts = self._state.output_counts.index_select(0, slots) if variant.processed else None
         drafted = self._draft(rows, draft_hidden, rows.seq_len, counts)
         core = rows.core.clone()
@@ -141,13 +143,13 @@ class SpeculativeStep:
         core[:, NEXT_TOKEN + 1 :] = drafted.tokens
         self._store(slots, core, drafted, None)
 
-    def _load(self, slots: Tensor, max_len: int, variant: Variant) -> Rows:
+    def _load(self, slots: Tensor, max_lens: tuple[int, ...], variant: Variant) -> Rows:
         """Gather the slots' state."""
         core = self._state.core.index_select(0, slots)
         halted = is_halted(core[:, FLAGS])
-        width = -(-max_len // self._pool.page_size)
+        width = -(-max(max_lens) // self._pool.page_size)
         table = self._state.block_table.index_select(0, slots)[:, :width]
-        return Rows(slots, core, halted, table.masked_fill(halted[:, None], SCRATCH_PAGE), max_len, variant)
+        return Rows(slots, core, halted, table.masked_fill(halted[:, None], SCRATCH_PAGE), max_lens, variant)
 
     def _forward_inputs(self, rows: Rows, first: Tensor, stride: int) -> tuple[Tensor, Attention]:
         """Positions ``[B, stride]`` from ``first`` ``[B]``, and attention over everything up to them."""
@@ -157,7 +159,7 @@ class SpeculativeStep:
         pages = rows.block_table.gather(1, positions // size)
         write_slots = (pages * size + positions % size).flatten()
         attention = UniformAttention(
-            self._backend, self._pool, layout, rows.block_table, first + stride, rows.max_len, write_slots
+            self._backend, self._pool, layout, rows.block_table, first + stride, rows.max_lens, write_slots
         )
         return positions, attention
 

@@ -107,11 +107,13 @@ class ServiceMetrics(MetricRegistry):
         self._at_position: list[tuple[Counter, Counter]] = []
         self._gauge(
             "spec_accept_length",
-            "Mean tokens emitted per speculative step (accepted drafts + 1), last minute; NaN if none.",
+            "Mean of accepted drafts + 1 per speculative step, last minute; NaN if none. That is what a step "
+            "emits, unless a stop or cap cuts it among its drafts.",
         ).set_function(self._window.mean)
         self._accept_length = self._histogram(
             "spec_accept_length_per_step",
-            "Tokens emitted by a speculative step of a request (accepted drafts + 1); one sample per step.",
+            "Accepted drafts + 1 of a speculative step of a request: what it emits, unless a stop or cap cuts it "
+            "among its drafts; one sample per step.",
             tuple(float(length) for length in range(1, MAX_SPECULATIVE_TOKENS + 2)),
         )
 

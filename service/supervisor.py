@@ -122,7 +122,7 @@ class SupervisedClient:
             self._client = self._make(self._died)
             try:
                 await self._client.start()
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 reason = str(error)
                 continue
             _log.warning("engine_restarted", attempt=self._attempts)

@@ -60,13 +60,15 @@ class AttentionBackend(Protocol):
         """Why this backend cannot serve ``spec`` here; ``None`` if it can."""
         ...
 
-    def prepare(self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_len: int) -> Any:
+    def prepare(
+        self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_lens: tuple[int, ...]
+    ) -> Any:
         """What the layers of one phase share (masks, tile schedules), from device values without a sync.
 
         Args:
             block_table: ``[rows, width]`` int32 page ids; 0 where a row owns no page.
             seq_lens: ``[rows]`` int64 key positions of each row, its own S included (so >= S).
-            max_seq_len: No row is longer; frozen by a capture.
+            max_seq_lens: Bound of each row's length that the host knows; frozen by a capture.
         """
         ...
 
@@ -95,14 +97,14 @@ class UniformAttention:
         layout: UniformLayout,
         block_table: Tensor,
         seq_lens: Tensor,
-        max_seq_len: int,
+        max_seq_lens: tuple[int, ...],
         write_slots: Tensor,
     ) -> None:
         self._backend = backend
         self._pool = pool
         self._layout = layout
         self._write_slots = write_slots
-        self._plan = backend.prepare(layout, block_table, seq_lens, max_seq_len)
+        self._plan = backend.prepare(layout, block_table, seq_lens, max_seq_lens)
 
     def attend(self, layer: int, query: Tensor, latent: Tensor) -> Tensor:
         self._pool.write(layer, latent, self._write_slots)

@@ -62,7 +62,7 @@ class FlashMla:
         return None
 
     def prepare(
-        self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
+        self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_lens: tuple[int, ...]
     ) -> _Plan:
         schedule, _ = self._new_schedule()
         return _Plan(block_table.contiguous(), seq_lens.to(torch.int32), schedule)

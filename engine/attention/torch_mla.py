@@ -18,11 +18,12 @@ _MAX_SCORES = 1 << 25
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """What the layers of one uniform phase share."""
+class _Group:
+    """Rows of similar length, which attend together over as many keys as the longest of them has."""
 
-    unit_ids: Tensor  # [rows * units] int32
-    mask: Tensor  # [rows, stride * heads, units * unit] float32: 0 where visible, -inf elsewhere
+    rows: Tensor | None  # [R] int64; None: all rows
+    unit_ids: Tensor  # [R * units] int32
+    mask: Tensor  # [R, stride * heads, units * unit] float32: 0 where visible, -inf elsewhere
 
 
 class TorchMla:
@@ -42,26 +43,55 @@ class TorchMla:
         return None
 
     def prepare(
-        self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_len: int
-    ) -> _Plan:
+        self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_lens: tuple[int, ...]
+    ) -> list[_Group]:
         device, per_page = block_table.device, self._page_size // self._unit
-        units = -(-max_seq_len // self._unit)
         parts = torch.arange(per_page, dtype=torch.int32, device=device)
-        unit_ids = (block_table[:, :, None] * per_page + parts).flatten(1)[:, :units]  # [B, units]
-        keys = torch.arange(unit_ids.shape[1] * self._unit, device=device)  # [L]
+        unit_ids = (block_table[:, :, None] * per_page + parts).flatten(1)  # [B, units]
         last = (seq_lens - layout.stride)[:, None] + layout.offsets  # [B, S]: last visible key of each token
-        hidden = keys > last[:, :, None]  # [B, S, L]
-        mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
-        mask = mask.repeat_interleave(self._heads, dim=1)  # [B, S * H, L]
-        return _Plan(unit_ids=unit_ids.flatten(), mask=mask)
+        groups = []
+        for rows, units in self._group([-(-length // self._unit) for length in max_seq_lens]):
+            index = None if rows is None else torch.tensor(rows, device=device)
+            ids = unit_ids if index is None else unit_ids.index_select(0, index)
+            visible = last if index is None else last.index_select(0, index)
+            ids = ids[:, :units]
+            keys = torch.arange(ids.shape[1] * self._unit, device=device)  # [L]
+            hidden = keys > visible[:, :, None]  # [R, S, L]
+            mask = torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+            mask = mask.repeat_interleave(self._heads, dim=1)  # [R, S * H, L]
+            groups.append(_Group(index, ids.flatten(), mask))
+        return groups
 
-    def attend(self, query: Tensor, pages: Tensor, plan: _Plan) -> Tensor:
+    @staticmethod
+    def _group(units: list[int]) -> list[tuple[list[int] | None, int]]:
+        """Rows, and the keys that they attend over: by powers of two, if that saves a third; else all as one."""
+        buckets: dict[int, list[int]] = {}
+        for row, count in enumerate(units):
+            buckets.setdefault((count - 1).bit_length(), []).append(row)
+        groups = [(rows, max(units[row] for row in rows)) for _, rows in sorted(buckets.items())]
+        longest = max(units)
+        if 3 * sum(len(rows) * count for rows, count in groups) > 2 * len(units) * longest:
+            return [(None, longest)]
+        return [*groups]
+
+    def attend(self, query: Tensor, pages: Tensor, plan: list[_Group]) -> Tensor:
+        if plan[0].rows is None:
+            return self._attend_group(query, pages, plan[0])
+        out = query.new_empty((*query.shape[:3], self._rank))
+        for group in plan:
+            assert group.rows is not None, "either all rows are grouped or none is"
+            out.index_copy_(
+                0, group.rows, self._attend_group(query.index_select(0, group.rows), pages, group)
+            )
+        return out
+
+    def _attend_group(self, query: Tensor, pages: Tensor, group: _Group) -> Tensor:
         rows, stride, heads, dim = query.shape
-        gathered = pages.view(-1, self._unit * dim).index_select(0, plan.unit_ids)
-        latent = gathered.view(rows, -1, dim).float()  # [B, L, D]
+        gathered = pages.view(-1, self._unit * dim).index_select(0, group.unit_ids)
+        latent = gathered.view(rows, -1, dim).float()  # [R, L, D]
         flat_query = query.reshape(rows, stride * heads, dim).float()
-        scores = torch.baddbmm(plan.mask, flat_query, latent.transpose(1, 2), alpha=self._scale)
-        out = torch.bmm(scores.softmax(dim=-1), latent[:, :, : self._rank])  # [B, S * H, C]
+        scores = torch.baddbmm(group.mask, flat_query, latent.transpose(1, 2), alpha=self._scale)
+        out = torch.bmm(scores.softmax(dim=-1), latent[:, :, : self._rank])  # [R, S * H, C]
         return out.view(rows, stride, heads, self._rank).to(query.dtype)
 
     def attend_packed(

@@ -61,11 +61,12 @@ class CheckpointReport:
         if self.draft_parameters:
             copies = f", own {' and '.join(self.own_copies)}" if self.own_copies else ""
             mtp += f", the first drafts{copies}"
+        rank = "no query compression" if config.q_lora_rank is None else f"query rank {config.q_lora_rank}"
         sizes = f"vocabulary {config.vocab_size}, hidden {config.hidden_size}"
         return [
             ("architecture", f"{config.model_type}, {sizes}"),
             ("layers", f"{config.num_hidden_layers} ({moe} MoE{experts})"),
-            ("attention", f"{config.num_attention_heads} heads, query rank {config.q_lora_rank}, "
+            ("attention", f"{config.num_attention_heads} heads, {rank}, "
              f"latent {config.kv_lora_rank} + {config.qk_rope_head_dim}"),
             ("positions", f"{config.max_position_embeddings}, base {config.rope_theta:g}{yarn}"),
             ("MTP layers", mtp),

@@ -91,10 +91,10 @@ def test_a3_padding_rows_touch_only_the_scratch_page(path: Path, variant: Varian
     max_len = state.block_table.shape[1] * runner._pool.page_size
     before, core = pool.pages.clone(), state.core.clone()
     with torch.inference_mode():
-        straight = runner.step.run(live, max_len, variant).packed.clone()
+        straight = runner.step.run(live, (max_len,) * len(live), variant).packed.clone()
         pool.pages.copy_(before)
         state.core.copy_(core)
-        out = runner.step.run(padded, max_len, variant).packed
+        out = runner.step.run(padded, (max_len,) * len(padded), variant).packed
     assert torch.equal(out[: len(running)], straight)
     assert torch.equal(pool.pages[:, torch.tensor(spare)], before[:, torch.tensor(spare)])
     assert not state.core[state.padding_slot].any()
@@ -110,9 +110,9 @@ def test_the_whole_step_traces_without_a_look_at_a_value(path: Path, k: int, var
     slots = torch.tensor([0, state.padding_slot])
     max_len = state.block_table.shape[1] * engine._runner._pool.page_size
     with torch.no_grad():
-        step.run(slots, max_len, variant)  # fills the layouts' cache with real tensors
+        step.run(slots, (max_len,) * 2, variant)  # fills the layouts' cache with real tensors
         graph = make_fx(
-            lambda rows: step.run(rows, max_len, variant).packed,
+            lambda rows: step.run(rows, (max_len,) * 2, variant).packed,
             tracing_mode="fake",
             _allow_non_fake_inputs=True,
         )(slots)
