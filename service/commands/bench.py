@@ -91,6 +91,11 @@ def _contenders(settings: Settings, plan: Plan) -> list[Contender]:
     return found
 
 
+def default_prompts(settings: Settings) -> Prompts:
+    """Token ids of equal length from this program's own source."""
+    return _prompts(settings, None)
+
+
 def _prompts(settings: Settings, file: Path | None) -> Prompts:
     """Token ids of equal length: from a file of texts, one a line, or from this program's own source."""
     tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)
