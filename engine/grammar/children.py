@@ -8,13 +8,11 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
-import resource
 import signal
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any
 
 from engine.types import GrammarSpec
@@ -89,10 +87,3 @@ def follow_all(connection: Connection, table: list[bytes]) -> None:
     from engine.grammar import follow
 
     follow.run(connection, table)
-
-
-def limit_memory(extra: int) -> None:
-    """Let this process map ``extra`` bytes more than now."""
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + extra, mapped + extra))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

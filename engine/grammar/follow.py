@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 import xgrammar
 
-from engine.grammar.children import limit_memory
 from engine.grammar.job import vocabulary
+from engine.grammar.limits import limit_memory
 from engine.grammar.matcher import Matcher
 from engine.grammar.questions import Question
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import xgrammar
 
-from engine.grammar.children import limit_memory
+from engine.grammar.limits import limit_memory
 from engine.types import GrammarSpec
 
 MEMORY_BYTES = 1 << 30
