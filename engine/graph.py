@@ -8,7 +8,6 @@ refuses on the first field that differs.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -193,18 +192,12 @@ class StepGraphs:
         self._stages = [self._make_stage() for _ in range(_STAGES)]
         self._turn = 0
 
-    @property
-    def captured_rows(self) -> list[int]:
-        """Row counts that can be replayed, ascending."""
-        return sorted({rows for _, rows, _ in self._captured})
-
-    def capture(self, variants: tuple[Variant, ...], progress: Callable[[Progress], None]) -> float:
-        """Capture every bucket, the largest first, into one memory pool; returns the seconds that it took.
+    def capture(self, variants: tuple[Variant, ...], progress: Callable[[Progress], None]) -> None:
+        """Capture every bucket, the largest first, into one memory pool.
 
         Raises:
             ConfigError: An operation cannot be captured.
         """
-        start = time.perf_counter()
         pool = torch.cuda.graph_pool_handle() if self._mode == "cuda" else None
         phases: list[Phase] = ["step", "draft"] if self._stride > 1 else ["step"]
         wanted: list[_Key] = [
@@ -225,7 +218,6 @@ class StepGraphs:
                     "without"
                 ) from error
         progress(Progress(stage="capturing", done=len(wanted), total=len(wanted)))
-        return time.perf_counter() - start
 
     def _capture_one(self, phase: Phase, rows: int, variant: Variant, pool: Any) -> _Captured:
         buffers, max_lens = self.buffers, (self._max_len,) * rows

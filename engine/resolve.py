@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, require_draft
 from engine.errors import ConfigError
 from engine.kv.pool import pool_bytes_per_token
 from engine.options import EngineOptions
@@ -58,11 +58,7 @@ def resolve(options: EngineOptions, config: ModelConfig) -> Resolved:
     if dtype is None:
         dtype = torch.float32 if name == "cpu" else config.dtype
     schedule = options.schedule if options.schedule != "auto" else ("sync" if name == "cpu" else "overlap")
-    if options.num_speculative_tokens and not config.num_nextn_predict_layers:
-        raise ConfigError(
-            f"num_speculative_tokens={options.num_speculative_tokens}: {options.model} has no MTP layer "
-            "(num_nextn_predict_layers is 0) to draft with; use 0"
-        )
+    require_draft(config, options.num_speculative_tokens)
     graphs = options.graphs if options.graphs != "auto" else ("cuda" if name == "cuda" else "off")
     if graphs == "cuda" and name != "cuda":
         raise ConfigError("graphs='cuda': needs a CUDA device, the engine runs on cpu; simulate traces there")

@@ -128,8 +128,8 @@ class Runner:
     @torch.inference_mode()
     def capture(
         self, mode: Literal["cuda", "simulate"], max_rows: int, progress: Callable[[Progress], None]
-    ) -> float:
-        """Capture the step for every bucket up to ``max_rows``; the seconds that it took."""
+    ) -> None:
+        """Capture the step for every bucket up to ``max_rows``."""
         graphs = StepGraphs(
             self.step,
             self._state,
@@ -141,10 +141,9 @@ class Runner:
             mode=mode,
             counts=self.counts,
         )
-        seconds = graphs.capture(VARIANTS, progress)
+        graphs.capture(VARIANTS, progress)
         self._pool.scrub([SCRATCH_PAGE])
         self._graphs = graphs
-        return seconds
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> PendingPrefill | None:

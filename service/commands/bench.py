@@ -53,7 +53,7 @@ def bench(settings: Settings, plan: Plan, prompt_file: Path | None, json_file: P
         ConfigError: An option or checkpoint that cannot be honoured.
     """
     console = Console(stderr=True)
-    prompts = _prompts(settings, prompt_file)
+    prompts = read_prompts(settings, prompt_file)
     contenders = _contenders(settings, plan)
     # The seed makes sampled rounds repeatable; no stop ids: every contender emits exactly max_tokens
     params = SamplingParams(max_tokens=plan.max_tokens, temperature=plan.temperature, seed=0)
@@ -91,12 +91,7 @@ def _contenders(settings: Settings, plan: Plan) -> list[Contender]:
     return found
 
 
-def default_prompts(settings: Settings) -> Prompts:
-    """Token ids of equal length from this program's own source."""
-    return _prompts(settings, None)
-
-
-def _prompts(settings: Settings, file: Path | None) -> Prompts:
+def read_prompts(settings: Settings, file: Path | None = None) -> Prompts:
     """Token ids of equal length: from a file of texts, one a line, or from this program's own source."""
     tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)
     if file is not None:

@@ -16,7 +16,7 @@ import msgspec
 
 from engine.bench import EngineContender
 from engine.types import SamplingParams
-from service.commands.bench import default_prompts
+from service.commands.bench import read_prompts
 from service.settings import load_settings
 from tests.service.load import post
 
@@ -46,7 +46,7 @@ async def _through_http(prompts: list[list[int]], total: int) -> float:
 
 def main() -> None:
     settings = load_settings({"threads": 1, "no_prefix_cache": True, "port": PORT, "log_level": "error"})
-    prompts = default_prompts(settings)
+    prompts = read_prompts(settings)
     total = len(prompts) * (1 + STREAMS // 8)
     engine = EngineContender("engine", msgspec.structs.replace(settings.engine_options(), threads=1))
     options = ["--threads", "1", "--no-prefix-cache", "--port", str(PORT), "--log-level", "error"]
