@@ -20,6 +20,8 @@ class LatentPool:
 
     Attributes:
         pages: ``[num_layers, num_pages, page_size, latent_dim]``, zeroed.
+        layers: Each plane's pages.
+        rows: Each plane as ``[num_pages * page_size, latent_dim]``.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class LatentPool:
         self.num_pages = num_pages
         self.pages = torch.zeros((num_layers, num_pages, page_size, latent_dim), dtype=dtype, device=device)
         self.layers = list(self.pages.unbind(0))
-        self._rows = [plane.view(num_pages * page_size, latent_dim) for plane in self.layers]
+        self.rows = [plane.view(num_pages * page_size, latent_dim) for plane in self.layers]
 
     def write(self, layer: int, latent: Tensor, slots: Tensor) -> None:
         """Store ``latent`` ``[N, latent_dim]`` at ``slots`` ``[N]`` int64 (page * page_size + offset).
@@ -45,7 +47,7 @@ class LatentPool:
         would make a NaN of them. The guard sees the fault in the logits of the same position.
         """
         finite = latent.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        self._rows[layer].index_copy_(0, slots, finite.to(self.pages.dtype))
+        self.rows[layer].index_copy_(0, slots, finite.to(self.pages.dtype))
 
     def scrub(self, page_ids: list[int]) -> None:
         """Zero pages in every plane, so that no later reader meets what they held."""

@@ -10,7 +10,7 @@ from engine.config import ModelConfig
 from engine.model.layers import DenseMlp, Projection, RmsNorm, parameter
 from engine.model.mla import LatentAttention
 from engine.model.moe import Moe
-from engine.model.rope import RotaryTable
+from engine.model.rope import Angles, RotaryTable
 
 
 class Embedding(nn.Module):
@@ -34,14 +34,14 @@ class DecoderLayer(nn.Module):
         self.attention = LatentAttention(config, layer, dtype=dtype, input_major=input_major)
         self.mlp_norm = RmsNorm(hidden, config.rms_norm_eps, dtype)
         self.mlp: Moe | DenseMlp = (
-            Moe(config, dtype)
+            Moe(config, dtype, input_major=input_major)
             if config.is_moe(layer)
             else DenseMlp(hidden, config.intermediate_size, dtype=dtype, input_major=input_major)
         )
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        """``[N, hidden]`` to ``[N, hidden]``, the residual stream."""
-        x = self.attention(self.input_norm(x), x, rotary, attention)
+    def forward(self, x: Tensor, angles: Angles, attention: Attention) -> Tensor:
+        """``[N, hidden]`` to ``[N, hidden]``, the residual stream; on CUDA ``x`` may be overwritten."""
+        x = self.attention(x, self.input_norm, angles, attention)
         out: Tensor = self.mlp(self.mlp_norm(x), x)
         return out
 
@@ -76,9 +76,9 @@ class Decoder(nn.Module):
             attention: Holds the layout and the paged cache of these N tokens.
         """
         x: Tensor = self.embedding(token_ids)
-        rotary = self.rotary(positions)
+        angles = self.rotary.at(positions)
         for layer in self.layers:
-            x = layer(x, rotary, attention)
+            x = layer(x, angles, attention)
         out: Tensor = self.norm(x)
         return out
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from engine import kernels
 from engine.attention.base import Attention
 from engine.config import ModelConfig
 from engine.model.decoder import DecoderLayer, Embedding
@@ -66,10 +67,25 @@ class MtpDraft(nn.Module):
 
     def forward(self, hidden: Tensor, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """See ``Draft``."""
-        embedded = self.embedding_norm(self.embedding(token_ids))
-        x = self.merge(torch.cat((embedded, self.hidden_norm(hidden)), dim=-1))
-        out: Tensor = self.norm(self.layer(x, self.rotary(positions), attention))
+        x = self.merge(self._inputs(hidden, token_ids))
+        out: Tensor = self.norm(self.layer(x, self.rotary.at(positions), attention))
         return out
+
+    def _inputs(self, hidden: Tensor, token_ids: Tensor) -> Tensor:
+        """``[N, 2 * hidden]``: normed embeddings, then normed hidden states."""
+        if kernels.fused(hidden):
+            from engine.kernels.norm import merge_inputs
+
+            return merge_inputs(
+                token_ids,
+                self.embedding.weight,
+                self.embedding_norm.weight,
+                hidden,
+                self.hidden_norm.weight,
+                self.hidden_norm.eps,
+            )
+        embedded = self.embedding_norm(self.embedding(token_ids))
+        return torch.cat((embedded, self.hidden_norm(hidden)), dim=-1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Draft``."""

@@ -41,14 +41,15 @@ class HalfWeight:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``x`` ``[N, in]`` fp32 to ``[N, out]`` fp32."""
+        if is_in_torch_dispatch_mode():
+            # A tracer would look inside the cheap call, whose kernel it cannot see, and record nothing; and it
+            # cannot name the other's weight, which is no tensor.
+            bias = self._no_bias
+            traced: Tensor = torch.ops._quantized.wrapped_fbgemm_linear_fp16_weight(
+                x, self._few, bias, bias.shape[0]
+            )
+            return traced
         if x.shape[0] <= FEW_ROWS:
-            if is_in_torch_dispatch_mode():
-                # A tracer would look inside the cheap call, whose kernel it cannot see, and record nothing.
-                bias = self._no_bias
-                traced: Tensor = torch.ops._quantized.wrapped_fbgemm_linear_fp16_weight(
-                    x, self._few, bias, bias.shape[0]
-                )
-                return traced
             return torch.fbgemm_linear_fp16_weight_fp32_activation(x, self._few, None)
         out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._many)
         return out

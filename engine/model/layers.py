@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine import kernels
 from engine.model.half import HalfWeight, pack
 
 MAX_PACKED_HEADS = 8
@@ -39,9 +40,11 @@ class RmsNorm(nn.Module):
         self.register_buffer("offset", offset, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` ``[..., size]``."""
-        if x.is_cuda:
-            return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        """``x`` ``[..., size]``; on CUDA ``[N, size]``."""
+        if kernels.fused(x):
+            from engine.kernels.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         # sqrt(size) times the root mean square is hypot(|x|, sqrt(size * eps)): four cheap kernels where
         # the CPU's rms_norm runs six.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
@@ -60,6 +63,7 @@ class Projection(nn.Module):
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype, input_major: bool) -> None:
         super().__init__()
         self._half: HalfWeight | None = None
+        self._input_major = input_major
         self.weight: nn.Parameter | None
         if input_major:
             self.weight = parameter(in_features, out_features, dtype=dtype)
@@ -74,19 +78,44 @@ class Projection(nn.Module):
         if self._half is not None:
             self.weight = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, in_features]`` to ``[N, out_features]``."""
+    def forward(self, x: Tensor, norm: RmsNorm | None = None) -> Tensor:
+        """``[N, in_features]``, through ``norm`` first if there is one, to ``[N, out_features]``."""
+        # In fp16, the product of x and the norm's weight might overflow
+        if norm is not None and (x.dtype == torch.float16 or not self._is_skinny(x, normed=True)):
+            x, norm = norm(x), None
+        if self._is_skinny(x, normed=norm is not None):
+            from engine.kernels.linear import skinny_linear
+
+            assert self.weight is not None
+            return skinny_linear(x, self.weight.t(), norm=None if norm is None else (norm.weight, norm.eps))
         if self._half is not None:
             return self._half(x)
         assert self.weight is not None
         return torch.mm(x, self.weight)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """``residual + forward(x)``."""
+        """``residual + forward(x)``; on CUDA ``residual`` may be overwritten with it, which saves a copy."""
+        if self._is_skinny(x, normed=False):
+            from engine.kernels.linear import skinny_linear
+
+            assert self.weight is not None
+            return skinny_linear(x, self.weight.t(), residual)
         if self._half is not None:
             return self._half(x) + residual
         assert self.weight is not None
+        if kernels.fused(x):
+            return residual.addmm_(x, self.weight)
         return torch.addmm(residual, x, self.weight)
+
+    def _is_skinny(self, x: Tensor, *, normed: bool) -> bool:
+        """Whether the kernel for few rows is the faster one."""
+        if not kernels.fused(x) or self._input_major:
+            return False
+        from engine.kernels.linear import serves
+
+        assert self.weight is not None
+        inputs, outputs = self.weight.shape
+        return serves(x.shape[0], inputs, outputs, x.dtype, normed)
 
 
 class HeadProjection(nn.Module):
@@ -118,6 +147,16 @@ class HeadProjection(nn.Module):
         assert self.weight is not None
         return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
 
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """``forward(x)`` into ``out`` ``[N, heads, out_features]``, a token's heads at any distance."""
+        assert self.weight is not None, "packed weights are for CPUs"
+        if kernels.fused(x):
+            from engine.kernels.heads import MAX_ROWS, head_linear
+
+            if x.shape[0] <= MAX_ROWS:
+                return head_linear(x, self.weight, out)
+        torch.bmm(x.transpose(0, 1), self.weight, out=out.transpose(0, 1))
+
 
 class DenseMlp(nn.Module):
     """``down(silu(gate(x)) * up(x))``, gate and up as one projection."""
@@ -130,5 +169,10 @@ class DenseMlp(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` plus the MLP of ``x``, both ``[N, hidden]``."""
-        gate, up = self.gate_up(x).split(self.intermediate, dim=-1)
+        gate_up = self.gate_up(x)
+        if kernels.fused(x):
+            from engine.kernels.act import silu_mul
+
+            return self.down.add_to(residual, silu_mul(gate_up))
+        gate, up = gate_up.split(self.intermediate, dim=-1)
         return self.down.add_to(residual, F.silu(gate) * up)

@@ -6,14 +6,21 @@ the same kernels and no routing factor can touch them.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from engine import kernels
 from engine.config import ModelConfig
 from engine.model.half import HalfWeight, pack
 from engine.model.layers import Projection, parameter
+
+if TYPE_CHECKING:  # needs Triton, which a CPU has not
+    from engine.kernels.blocks import Blocks
+    from engine.kernels.router import Routing
 
 BAG_ROWS = 16
 """Most rows for which a CPU sums the chosen experts' weight rows; above, grouping tokens by expert wins."""
@@ -28,7 +35,7 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.top_k = config.num_experts_per_tok
+        self.num_experts, self.top_k = config.n_routed_experts, config.num_experts_per_tok
         self.num_groups, self.top_groups = config.n_group, config.topk_group
         self.method, self.scoring = config.topk_method, config.scoring_func
         self.normalise, self.scale = config.norm_topk_prob, config.routed_scaling_factor
@@ -44,6 +51,11 @@ class Router(nn.Module):
         Scores choose the experts after the bias is added (noaux_tc) and weigh them without it. Weights are
         normalised to sum 1 where the configuration says so, then scaled.
         """
+        if kernels.fused(x):
+            from engine.kernels.router import route
+
+            assert self.projection.weight is not None
+            return route(x, self.projection.weight, self.bias, self._routing())
         logits = self.projection(x.float())
         scores = logits.sigmoid() if self.scoring == "sigmoid" else logits.softmax(dim=-1)
         preference = scores if self.bias is None else scores + self.bias
@@ -54,6 +66,30 @@ class Router(nn.Module):
         if self.normalise:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         return chosen, weights if self.scale == 1.0 else weights * self.scale
+
+    def blocks(self, x: Tensor, *, block_rows: int, num_shared: int) -> tuple[Tensor, Blocks]:
+        """As ``forward``, with the experts as the list that the streaming kernels work off."""
+        from engine.kernels.router import route_blocks
+
+        assert self.projection.weight is not None
+        routing = self._routing()
+        return route_blocks(
+            x, self.projection.weight, self.bias, routing, block_rows=block_rows, num_shared=num_shared
+        )
+
+    def _routing(self) -> Routing:
+        from engine.kernels.router import Routing
+
+        return Routing(
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            best_of_group=2 if self.method == "noaux_tc" else 1,
+            sigmoid=self.scoring == "sigmoid",
+            normalise=self.normalise,
+            scale=self.scale,
+        )
 
     def _only_best_groups(self, preference: Tensor) -> Tensor:
         """Minus infinity outside each row's best groups.
@@ -69,7 +105,11 @@ class Router(nn.Module):
 
 
 class Moe(nn.Module):
-    """Routed and shared experts of one layer, weights input-major: ``[experts, in, out]``."""
+    """Routed and shared experts of one layer, weights ``[experts, in, out]``.
+
+    Args:
+        input_major: Memory order of each expert's weights, as in ``Projection``.
+    """
 
     gate_up: nn.Parameter | None
     down: nn.Parameter | None
@@ -79,16 +119,22 @@ class Moe(nn.Module):
     down_rows: Tensor
     bag_offsets: Tensor
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, input_major: bool = True) -> None:
         super().__init__()
         self.router = Router(config)
         self.num_routed, self.num_shared = config.n_routed_experts, config.n_shared_experts
         self.num_experts = self.num_routed + self.num_shared
         self.slots = config.num_experts_per_tok + self.num_shared
         self.hidden, self.inner = config.hidden_size, config.moe_intermediate_size
-        self.gate_up = parameter(self.num_experts, self.hidden, 2 * self.inner, dtype=dtype)
-        self.down = parameter(self.num_experts, self.inner, self.hidden, dtype=dtype)
+        self.gate_up = self._weight(self.hidden, 2 * self.inner, dtype, input_major)
+        self.down = self._weight(self.inner, self.hidden, dtype, input_major)
         self._half: tuple[HalfWeight, HalfWeight] | None = None
+
+    def _weight(self, inputs: int, outputs: int, dtype: torch.dtype, input_major: bool) -> nn.Parameter:
+        if input_major:
+            return parameter(self.num_experts, inputs, outputs, dtype=dtype)
+        weight = torch.empty(self.num_experts, outputs, inputs, dtype=dtype).transpose(1, 2)
+        return nn.Parameter(weight, requires_grad=False)
 
     def prepare(self) -> None:
         """Packed weights or index tables, on the device of the weights."""
@@ -97,7 +143,7 @@ class Moe(nn.Module):
         experts = torch.arange(self.num_experts, device=device)
         no_weights = (experts >= self.num_routed).to(self.down.dtype)[None]
         self.register_buffer("no_weights", no_weights, persistent=False)
-        if self.num_experts <= MAX_PACKED_EXPERTS and self._pack():
+        if device.type == "cpu" and self.num_experts <= MAX_PACKED_EXPERTS and self._pack():
             self.gate_up = self.down = None
             return
         self.register_buffer("shared_ids", experts[None, self.num_routed :], persistent=False)
@@ -120,21 +166,32 @@ class Moe(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """``residual`` plus the experts' weighted sum for ``x``, both ``[N, hidden]``."""
+        if kernels.fused(x):
+            return self._streamed(x, residual)
         chosen, weights = self.router(x)
         weights = weights.to(x.dtype)
         if self._half is not None:
             return self._wide(x, chosen, weights) + residual
         assert self.gate_up is not None and self.down is not None
-        # Outside bf16, the grouped product synchronises with the host, which no graph can hold, and has no fake.
-        capturable = x.dtype == torch.bfloat16 and self.hidden % 8 == 0 and self.inner % 8 == 0
-        if not capturable and (x.is_cuda or isinstance(x, FakeTensor)):
+        # Outside bf16, the grouped product has no fake form, which a trace needs
+        grouped = x.dtype == torch.bfloat16 and self.hidden % 8 == 0 and self.inner % 8 == 0
+        if isinstance(x, FakeTensor) and not grouped:
             return self._all_experts(x, chosen, weights, self.gate_up, self.down) + residual
         if self.num_shared:
             chosen = torch.cat((chosen, self.shared_ids.expand(x.shape[0], -1)), dim=-1)
             weights = F.pad(weights, (0, self.num_shared), value=1.0)
-        if x.is_cuda or x.shape[0] > BAG_ROWS:
+        if x.shape[0] > BAG_ROWS:
             return self._grouped(x, chosen, weights, self.gate_up, self.down) + residual
         return self._bags(x, chosen, weights, self.gate_up, self.down) + residual
+
+    def _streamed(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Four or five kernels that read each chosen expert once, in any float dtype."""
+        from engine.kernels.moe import mix, plan_for
+
+        assert self.gate_up is not None and self.down is not None
+        block_rows = plan_for(x.shape[0], x.dtype).block_rows
+        weights, blocks = self.router.blocks(x, block_rows=block_rows, num_shared=self.num_shared)
+        return mix(x, residual, weights, blocks, self.gate_up, self.down)
 
     def _dense_weights(self, chosen: Tensor, weights: Tensor) -> Tensor:
         """``[N, experts]``: the chosen ones' weights, 1 for the shared, 0 elsewhere."""

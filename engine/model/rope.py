@@ -7,6 +7,7 @@ and cached keys have one layout whatever the checkpoint's.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -57,10 +58,33 @@ class RotaryTable(nn.Module):
             table *= config.rope_scaling.table_scale
         self.register_buffer("table", table.to(device), persistent=False)
 
+    def at(self, positions: Tensor) -> Angles:
+        """The rows of ``positions`` ``[N]`` int64, for all layers of one forward."""
+        return Angles(self, positions)
+
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines ``[N, 1, dim]`` fp32 at ``positions`` ``[N]`` int64."""
         rows = self.table.index_select(0, positions)[:, None]
         return rows[..., : self.dim], rows[..., self.dim :]
+
+
+class Angles:
+    """One forward's positions in the table: kernels read the table in place, operators share the rows.
+
+    Attributes:
+        table: ``[max_positions, 2 * dim]`` fp32: cosines, then signed sines.
+        positions: ``[N]`` int64.
+    """
+
+    def __init__(self, rotary: RotaryTable, positions: Tensor) -> None:
+        self._rotary = rotary
+        self.table, self.positions = rotary.table, positions
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Cosines and signed sines ``[N, 1, dim]`` fp32, gathered once."""
+        rows: tuple[Tensor, Tensor] = self._rotary(self.positions)
+        return rows
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
