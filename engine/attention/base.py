@@ -1,15 +1,15 @@
 """The contract between the model and the kernels that read the paged latent cache (absorbed MLA).
 
 The model sees ``Attention``: an object of one forward. A backend sees uniform forwards (``prepare`` once a
-phase, ``attend`` once a layer) and ragged prefill (``attend_packed``). The contract of ``attend`` is that of
-flashinfer's ``trtllm_batch_decode_with_kv_cache_mla``: query ``[B, S, H, latent_dim]``, output
-``[B, S, H, kv_lora_rank]``, causal within the last S positions of each row.
+phase, ``attend`` once a layer) and ragged prefill (``prepare_packed``, ``attend_packed``). The contract of
+``attend`` is that of flashinfer's ``trtllm_batch_decode_with_kv_cache_mla``: query ``[B, S, H, latent_dim]``,
+output ``[B, S, H, kv_lora_rank]``, causal within the last S positions of each row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,18 @@ class Attention(Protocol):
         """
         ...
 
+    def destination(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Where ``attend`` writes, for a kernel that does so itself and then calls ``read``.
+
+        Returns:
+            The plane's rows ``[R, latent_dim]``, and which of them belong to this forward's tokens: ``[N]`` int64.
+        """
+        ...
+
+    def read(self, layer: int, query: Tensor) -> Tensor:
+        """``attend`` without the write."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -48,12 +60,17 @@ class AttentionSpec:
     """``kv_lora_rank + qk_rope_head_dim``."""
     softmax_scale: float
     page_size: int
+    qk_nope_head_dim: int
+    """Columns of an unabsorbed query head without positions: a kernel may want to know which model it serves."""
 
 
 class AttentionBackend(Protocol):
     """Kernels over the paged latent cache."""
 
     name: str
+    reads: ClassVar[frozenset[str]]
+    """What the kernels of a uniform forward read on the device besides query and pages: ``block_table``,
+    ``seq_lens``, ``cu_seqlens_q``. The replay contract is derived from it: what is not read is not checked."""
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -76,10 +93,12 @@ class AttentionBackend(Protocol):
         """``query`` ``[rows, stride, H, latent_dim]`` over ``pages`` ``[num_pages, page_size, latent_dim]``."""
         ...
 
-    def attend_packed(
-        self, query: Tensor, pages: Tensor, layout: PackedLayout, block_table: Tensor
-    ) -> Tensor:
-        """``query`` ``[N, H, latent_dim]`` of a ragged prefill; ``block_table`` ``[requests, width]`` int32."""
+    def prepare_packed(self, layout: PackedLayout, block_table: Tensor) -> Any:
+        """What the layers of a ragged prefill share; ``block_table`` ``[requests, width]`` int32."""
+        ...
+
+    def attend_packed(self, query: Tensor, pages: Tensor, plan: Any) -> Tensor:
+        """``query`` ``[N, H, latent_dim]`` of a ragged prefill."""
         ...
 
 
@@ -108,6 +127,12 @@ class UniformAttention:
 
     def attend(self, layer: int, query: Tensor, latent: Tensor) -> Tensor:
         self._pool.write(layer, latent, self._write_slots)
+        return self.read(layer, query)
+
+    def destination(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._pool.rows[layer], self._write_slots
+
+    def read(self, layer: int, query: Tensor) -> Tensor:
         query = query.view(self._layout.rows, self._layout.stride, *query.shape[1:])
         return self._backend.attend(query, self._pool.layers[layer], self._plan).flatten(0, 1)
 
@@ -125,10 +150,15 @@ class PackedAttention:
     ) -> None:
         self._backend = backend
         self._pool = pool
-        self._layout = layout
-        self._block_table = block_table
         self._write_slots = write_slots
+        self._plan = backend.prepare_packed(layout, block_table)
 
     def attend(self, layer: int, query: Tensor, latent: Tensor) -> Tensor:
         self._pool.write(layer, latent, self._write_slots)
-        return self._backend.attend_packed(query, self._pool.layers[layer], self._layout, self._block_table)
+        return self.read(layer, query)
+
+    def destination(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._pool.rows[layer], self._write_slots
+
+    def read(self, layer: int, query: Tensor) -> Tensor:
+        return self._backend.attend_packed(query, self._pool.layers[layer], self._plan)

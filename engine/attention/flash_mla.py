@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from itertools import groupby
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionSpec
 from engine.layout import PackedLayout, UniformLayout
+from engine.staging import stage
 
 _LATENT_DIM, _KV_LORA_RANK, _PAGE_SIZE = 576, 512, 64
 
@@ -29,10 +31,20 @@ class _Plan:
     schedule: Any  # the package's tile schedule, filled by the first layer
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Requests of a prefill whose chunks have one length."""
+
+    rows: int
+    length: int
+    plan: _Plan
+
+
 class FlashMla:
     """``AttentionBackend`` of the FlashMLA dense decode kernel."""
 
     name = "flash_mla"
+    reads: ClassVar[frozenset[str]] = frozenset({"block_table", "seq_lens"})
 
     def __init__(self, spec: AttentionSpec) -> None:
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -80,16 +92,24 @@ class FlashMla:
         )[0]
         return out
 
-    def attend_packed(
-        self, query: Tensor, pages: Tensor, layout: PackedLayout, block_table: Tensor
-    ) -> Tensor:
-        """One call a request: a chunk is a row of as many query tokens."""
-        outs = []
-        start = 0
-        for row, (length, context) in enumerate(zip(layout.query_lens, layout.context_lens, strict=True)):
-            seq_lens = torch.tensor([context + length], dtype=torch.int32, device=query.device)
+    def prepare_packed(self, layout: PackedLayout, block_table: Tensor) -> list[_Part]:
+        """A chunk is a row of as many query tokens; neighbours of one length are rows of one call."""
+        pairs = zip(layout.query_lens, layout.context_lens, strict=True)
+        seq_lens = stage([length + context for length, context in pairs], torch.int32, block_table.device)
+        parts: list[_Part] = []
+        row = 0
+        for length, group in groupby(layout.query_lens):
+            rows = slice(row, row + len(list(group)))
             schedule, _ = self._new_schedule()
-            plan = _Plan(block_table[row : row + 1].contiguous(), seq_lens, schedule)
-            outs.append(self.attend(query[None, start : start + length], pages, plan)[0])
-            start += length
-        return torch.cat(outs)
+            plan = _Plan(block_table[rows].contiguous(), seq_lens[rows], schedule)
+            parts.append(_Part(rows.stop - rows.start, length, plan))
+            row = rows.stop
+        return parts
+
+    def attend_packed(self, query: Tensor, pages: Tensor, plan: list[_Part]) -> Tensor:
+        tokens = query.split([part.rows * part.length for part in plan])
+        outs = [
+            self.attend(own.view(part.rows, part.length, *own.shape[1:]), pages, part.plan).flatten(0, 1)
+            for own, part in zip(tokens, plan, strict=True)
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from engine.attention.base import AttentionBackend, AttentionSpec
 from engine.attention.flash_mla import FlashMla
 from engine.attention.torch_mla import TorchMla
+from engine.attention.trtllm_mla import TrtllmMla
 from engine.errors import ConfigError
 
-_BEST_FIRST: tuple[type[FlashMla] | type[TorchMla], ...] = (FlashMla, TorchMla)
+_BEST_FIRST: tuple[type[TrtllmMla] | type[FlashMla] | type[TorchMla], ...] = (TrtllmMla, FlashMla, TorchMla)
 
 
 def make_backend(name: str, spec: AttentionSpec) -> AttentionBackend:

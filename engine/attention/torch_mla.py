@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class TorchMla:
     """``AttentionBackend`` of plain operators."""
 
     name = "torch_mla"
+    reads: ClassVar[frozenset[str]] = frozenset({"block_table", "seq_lens"})
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._heads = spec.num_heads
@@ -94,9 +96,11 @@ class TorchMla:
         out = torch.bmm(scores.softmax(dim=-1), latent[:, :, : self._rank])  # [R, S * H, C]
         return out.view(rows, stride, heads, self._rank).to(query.dtype)
 
-    def attend_packed(
-        self, query: Tensor, pages: Tensor, layout: PackedLayout, block_table: Tensor
-    ) -> Tensor:
+    def prepare_packed(self, layout: PackedLayout, block_table: Tensor) -> tuple[PackedLayout, Tensor]:
+        return layout, block_table
+
+    def attend_packed(self, query: Tensor, pages: Tensor, plan: tuple[PackedLayout, Tensor]) -> Tensor:
+        layout, block_table = plan
         out = query.new_empty((query.shape[0], query.shape[1], self._rank))
         start = 0
         for row, (length, context) in enumerate(zip(layout.query_lens, layout.context_lens, strict=True)):

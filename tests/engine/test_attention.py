@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def _spec(page_size: int) -> AttentionSpec:
-    return AttentionSpec(CPU, torch.float32, HEADS, RANK, DIM, DIM**-0.5, page_size)
+    return AttentionSpec(CPU, torch.float32, HEADS, RANK, DIM, DIM**-0.5, page_size, 16)
 
 
 def _case(page_size: int, lengths: list[int], stride: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,7 +76,8 @@ def test_a_prefill_equals_plain_attention() -> None:
     _, pages, table = _case(16, [40, 7], 1)
     tokens = torch.randn(13, HEADS, DIM, generator=torch.Generator().manual_seed(1))
     layout = packed_layout([10, 3], [30, 4])
-    out = make_backend("torch_mla", _spec(16)).attend_packed(tokens, pages, layout, table)
+    backend = make_backend("torch_mla", _spec(16))
+    out = backend.attend_packed(tokens, pages, backend.prepare_packed(layout, table))
     for row, (start, end, length) in enumerate([(0, 10, 40), (10, 13, 7)]):
         latent = pages[table[row].long()].flatten(0, 1)[:length]
         torch.testing.assert_close(out[start:end], _expected(tokens[start:end], latent), rtol=1e-5, atol=1e-5)
