@@ -3,35 +3,39 @@
 All that a step reads is device state indexed by slot, so the inputs of a captured step are its slots, and for
 grammars a mask of allowed tokens. The draft phase behind a prefill is captured too, as ``draft``. What capture
 freezes is written down in a ``GraphContract``; each replay compares the contract with the present **by value** and
-refuses on the first field that differs.
+refuses on the first field that differs. Values that only the device knows (slots as they arrived, lengths, page
+ids, query offsets where a kernel reads them) are checked inside the step; their verdict rides in its flag word.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
 from typing import Any, Final, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from engine.attention import AttentionBackend
+from engine.contract import FREE, Binding, GraphContract, GraphKey, Phase, StepBuffers
 from engine.errors import ConfigError
 from engine.kv.pool import LatentPool
+from engine.layout import uniform_layout
 from engine.sampler import FULL, GREEDY, Variant, mask_words
-from engine.spec import SpeculativeStep, StepOutput
+from engine.spec import SpeculativeStep, StepOutput, slots_check
 from engine.state import SlotState
 from engine.types import ForwardReason, Progress
 
-Phase = Literal["step", "draft"]
 Outputs = tuple[Tensor, ...]
-_Key = tuple[Phase, int, Variant]
 
 CONSTRAINED: Final = Variant(sampled=True, truncated=True, processed=True, constrained=True)
 VARIANTS: Final = (GREEDY, FULL, CONSTRAINED)
 DISABLE_AFTER: Final = 3
-"""Contract violations of one graph after which it is not replayed any more."""
+"""Contract violations, or faults found in replays, of one graph after which it is not replayed any more."""
 _STAGES: Final = 8
 """Pinned copies of the inputs, so that none is overwritten before the device has read it: an iteration uses two
 (step and draft phase), and its draft phase is known to be done only when the step two iterations later is."""
@@ -43,66 +47,7 @@ def buckets(max_rows: int) -> list[int]:
     return [rows for rows in steps if rows < max_rows] + [max_rows]
 
 
-@dataclass(frozen=True, slots=True)
-class StepBuffers:
-    """The static inputs of every captured step; a bucket binds their leading rows.
-
-    Each field's ``filler`` is what a padding row holds (the slots' is the padding slot, kept in ``padding_slot``).
-    """
-
-    padding_slot: int
-    slots: Tensor = field(metadata={"filler": 0})
-    """``[max_rows]`` int64."""
-    allowed: Tensor = field(metadata={"filler": -1})
-    """``[max_rows, W, ceil(V / 32)]`` int32, one bit a token; all ones for free and padding rows."""
-    hidden: Tensor = field(metadata={"filler": 0})
-    """``[max_rows, H]``, the draft's states behind a prefill (phase ``draft`` only)."""
-
-    def inputs(self) -> Iterator[tuple[str, Tensor, int]]:
-        """Name, tensor and filler of each input."""
-        for one in fields(self):
-            if "filler" in one.metadata:
-                filler = self.padding_slot if one.name == "slots" else one.metadata["filler"]
-                yield one.name, getattr(self, one.name), filler
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """One tensor as a captured kernel knows it."""
-
-    name: str
-    pointer: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class GraphContract:
-    """What a captured step holds frozen."""
-
-    phase: Phase
-    rows: int
-    stride: int
-    variant: Variant
-    table_width: int
-    num_pages: int
-    padding_slot: int
-    backend: str
-    bindings: tuple[Binding, ...]
-
-    def violation(self, now: GraphContract) -> str | None:
-        """The first field, or bound tensor, that differs from ``now``; ``None`` if none does."""
-        if self == now:
-            return None
-        for one in fields(self):
-            mine, theirs = getattr(self, one.name), getattr(now, one.name)
-            if mine == theirs:
-                continue
-            if one.name != "bindings":
-                return one.name
-            return next(a.name for a, b in zip(self.bindings, now.bindings, strict=True) if a != b)
-        raise AssertionError("unequal contracts differ in a field")
+logger = logging.getLogger(__name__)
 
 
 class _Captured(Protocol):
@@ -111,7 +56,7 @@ class _Captured(Protocol):
     def replay(self) -> Outputs: ...
 
 
-class _CudaGraph:
+class CudaGraph:
     """A CUDA graph and the tensors that it writes."""
 
     def __init__(self, run: Callable[[], Outputs], pool: Any) -> None:
@@ -129,7 +74,7 @@ class _CudaGraph:
         return self._out
 
 
-class _SimulatedGraph:
+class SimulatedGraph:
     """A trace over the static buffers: host values, shapes and pointers are frozen as in a CUDA graph.
 
     Tracing with fake tensors fails where the phase looks at a value, as a capture would.
@@ -150,7 +95,7 @@ class StepGraphs:
 
     Args:
         state, pool: What the step reads and writes in place.
-        stride: W. backend: The attention backend's name.
+        stride: W.
         max_rows: Largest captured row count.
         mode: ``cuda``, or ``simulate`` for a trace on any device.
         counts: Where events are counted, by metric name and label values.
@@ -161,9 +106,9 @@ class StepGraphs:
         step: SpeculativeStep,
         state: SlotState,
         pool: LatentPool,
+        backend: AttentionBackend,
         *,
         stride: int,
-        backend: str,
         hidden_size: int,
         max_rows: int,
         mode: Literal["cuda", "simulate"],
@@ -179,18 +124,26 @@ class StepGraphs:
         self._mode = mode
         self._counts = counts
         self._buckets = buckets(max_rows)
-        self._captured: dict[_Key, tuple[GraphContract, _Captured]] = {}
-        self._violations: Counter[_Key] = Counter()
+        self._pool: Any = None
+        self._captured: dict[GraphKey, tuple[GraphContract, _Captured]] = {}
+        self._faults: Counter[GraphKey] = Counter()
         device = state.core.device
         words = mask_words(state.vocab_size)
         self.buffers = StepBuffers(
             padding_slot=state.padding_slot,
-            slots=torch.full((max_rows,), state.padding_slot, dtype=torch.int64, device=device),
+            slots=torch.full((1 + max_rows,), state.padding_slot, dtype=torch.int64, device=device),
             allowed=torch.full((max_rows, stride, words), -1, dtype=torch.int32, device=device),
             hidden=torch.zeros((max_rows, hidden_size), dtype=pool.pages.dtype, device=device),
         )
+        # A captured kernel knows a layout by its pointers: the layouts live as long as the graphs
+        self._layouts = {
+            rows: [uniform_layout(rows, one, device) for one in sorted({1, stride})] for rows in self._buckets
+        }
         self._stages = [self._make_stage() for _ in range(_STAGES)]
         self._turn = 0
+        self.capture_seconds = 0.0
+        self.memory_bytes = 0
+        """Device memory that capturing took (0 where it cannot be measured)."""
 
     def capture(self, variants: tuple[Variant, ...], progress: Callable[[Progress], None]) -> None:
         """Capture every bucket, the largest first, into one memory pool.
@@ -198,10 +151,12 @@ class StepGraphs:
         Raises:
             ConfigError: An operation cannot be captured.
         """
-        pool = torch.cuda.graph_pool_handle() if self._mode == "cuda" else None
+        on_gpu = self._mode == "cuda"
+        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0] if on_gpu else 0
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         phases: list[Phase] = ["step", "draft"] if self._stride > 1 else ["step"]
-        wanted: list[_Key] = [
-            (phase, rows, variant)
+        wanted = [
+            GraphKey(phase, rows, variant)
             for rows in reversed(self._buckets)
             for phase in phases
             for variant in variants
@@ -209,31 +164,53 @@ class StepGraphs:
         ]
         for done, key in enumerate(wanted):
             progress(Progress(stage="capturing", done=done, total=len(wanted)))
-            self._copy_in(key[1], [], None, None)
-            try:
-                self._captured[key] = (self._contract(*key), self._capture_one(*key, pool))
-            except (RuntimeError, NotImplementedError) as error:
-                raise ConfigError(
-                    f"capturing the {key[0]} of {key[1]} rows ({key[2]}) failed: {error}; --graphs off runs "
-                    "without"
-                ) from error
+            self._capture(key)
         progress(Progress(stage="capturing", done=len(wanted), total=len(wanted)))
+        self.capture_seconds = time.perf_counter() - start
+        self.memory_bytes = max(0, free - torch.cuda.mem_get_info()[0]) if on_gpu else 0
 
-    def _capture_one(self, phase: Phase, rows: int, variant: Variant, pool: Any) -> _Captured:
+    def _capture(self, key: GraphKey) -> None:
+        """Capture one graph, over padding rows."""
+        self._copy_in(key.rows, [], None, None)
+        try:
+            self._captured[key] = (self._contract(key), self._capture_one(key))
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"capturing the {key.phase} of {key.rows} rows ({key.variant}) failed: {error}; --graphs off "
+                "runs without"
+            ) from error
+
+    def _capture_one(self, key: GraphKey) -> _Captured:
+        phase, rows, variant = key
         buffers, max_lens = self.buffers, (self._max_len,) * rows
-        slots, hidden = buffers.slots[:rows], buffers.hidden[:rows]
+        check, slots, hidden = buffers.slots[:1], buffers.slots[1 : 1 + rows], buffers.hidden[:rows]
         allowed = buffers.allowed[:rows] if variant.constrained else None
 
         def run() -> Outputs:
             if phase == "draft":
-                self._step.begin(slots, max_lens, variant, hidden)
+                self._step.begin(slots, max_lens, variant, hidden, check)
                 return (slots,)
-            out = self._step.run(slots, max_lens, variant, allowed)
+            out = self._step.run(slots, max_lens, variant, allowed, check)
             return out.packed, out.logits
 
-        return _CudaGraph(run, pool) if self._mode == "cuda" else _SimulatedGraph(run, slots)
+        return CudaGraph(run, self._pool) if self._mode == "cuda" else SimulatedGraph(run, slots)
 
-    def run(self, slots: list[int], variant: Variant, allowed: Tensor | None) -> StepOutput | ForwardReason:
+    @property
+    def captured_rows(self) -> dict[str, list[int]]:
+        """Row counts of each phase's graphs, ascending; one entry a graph, so several a count."""
+        found: dict[str, list[int]] = {}
+        for key in self._captured:
+            found.setdefault(key.phase, []).append(key.rows)
+        return {phase: sorted(rows) for phase, rows in found.items()}
+
+    @property
+    def num_disabled(self) -> dict[str, int]:
+        """Graphs of each phase that are not replayed any more."""
+        return dict(Counter(key.phase for key, faults in self._faults.items() if faults >= DISABLE_AFTER))
+
+    def run(
+        self, slots: list[int], variant: Variant, allowed: Tensor | None
+    ) -> tuple[StepOutput, GraphKey] | ForwardReason:
         """Replay the step of ``slots``; or why it cannot be replayed, and must run eager.
 
         Args:
@@ -241,34 +218,64 @@ class StepGraphs:
             allowed: ``[len(slots), W, words]`` int32 on the host, for a constrained variant.
         """
         out = self._replay("step", slots, variant, allowed, None)
-        return StepOutput(*(one[: len(slots)] for one in out)) if isinstance(out, tuple) else out
+        if isinstance(out, str):
+            return out
+        tensors, key = out
+        return StepOutput(*(one[: len(slots)] for one in tensors)), key
 
     def begin(self, slots: list[int], variant: Variant, hidden: Tensor) -> ForwardReason | None:
         """Replay the draft phase behind a prefill; or why it must run eager. ``hidden``: ``[len(slots), H]``."""
         out = self._replay("draft", slots, variant, None, hidden)
-        return None if isinstance(out, tuple) else out
+        return out if isinstance(out, str) else None
+
+    def report(self, key: GraphKey, fields: list[str]) -> None:
+        """A replay's own checks found these fields of its contract violated."""
+        for name in fields:
+            self._counts["graph_contract_violations", (name,)] += 1
+        self._faults[key] += 1
+
+    def capture_of(self, key: GraphKey) -> object:
+        """The present capture, to be told from a later one."""
+        return self._captured[key][1]
+
+    def capture_again(self, key: GraphKey, failed: object) -> None:
+        """Replace ``failed``, whose replay failed where the same step run eager did not; or give the graph up.
+
+        One replay may trip many rows: if the capture is another one by now, nothing is left to do.
+        """
+        if self.capture_of(key) is not failed:
+            return
+        self._faults[key] += 1
+        if self._faults[key] >= DISABLE_AFTER:
+            return
+        try:
+            self._capture(key)
+        except ConfigError:
+            # The request was rescued; the others must not pay for a capture that, say, found no memory
+            logger.exception("the %s of %d rows is not replayed any more", key.phase, key.rows)
+            self._faults[key] = DISABLE_AFTER
 
     def _replay(
         self, phase: Phase, slots: list[int], variant: Variant, allowed: Tensor | None, hidden: Tensor | None
-    ) -> Outputs | ForwardReason:
-        rows = next((rows for rows in self._buckets if rows >= len(slots)), None)
-        if rows is None:
+    ) -> tuple[Outputs, GraphKey] | ForwardReason:
+        place = bisect_left(self._buckets, len(slots))
+        if place == len(self._buckets):
             return "above_bucket"
-        key: _Key = (phase, rows, self._wider(variant))
-        if self._violations[key] >= DISABLE_AFTER:
+        rows = self._buckets[place]
+        key = GraphKey(phase, rows, self._wider(variant))
+        if self._faults[key] >= DISABLE_AFTER:
             return "disabled"
         contract, captured = self._captured[key]
         self._counts["graph_contract_checks", ()] += 1
-        violated = contract.violation(self._contract(*key))
+        violated = contract.violation(self._contract(key))
         if violated is not None:
-            self._counts["graph_contract_violations", (violated,)] += 1
-            self._violations[key] += 1
+            self.report(key, [violated])
             return "contract"
         self._copy_in(rows, slots, allowed, hidden)
         out = captured.replay()
         self._counts["graph_replays", (phase, str(rows))] += 1
         self._counts["graph_padding_rows", ()] += rows - len(slots)
-        return out
+        return out, key
 
     @staticmethod
     def _wider(variant: Variant) -> Variant:
@@ -277,22 +284,22 @@ class StepGraphs:
             return CONSTRAINED
         return GREEDY if variant == GREEDY else FULL
 
-    def _contract(self, phase: Phase, rows: int, variant: Variant) -> GraphContract:
+    def _contract(self, key: GraphKey) -> GraphContract:
         """What a replay of this graph would rely on, as it is now."""
-        inputs = [(name, tensor[:rows]) for name, tensor, _ in self.buffers.inputs()]
-        bound = [*inputs, *self._bound]
+        inputs = [(name, tensor) for name, tensor, _ in self.buffers.inputs()]
+        offsets = [("cu_seqlens_q", layout.cu_seqlens_q) for layout in self._layouts[key.rows]]
+        bound = [*inputs, *self._bound, *(offsets if "cu_seqlens_q" in self._backend.reads else ())]
         return GraphContract(
-            phase=phase,
-            rows=rows,
+            phase=key.phase,
+            rows=key.rows,
             stride=self._stride,
-            variant=variant,
+            variant=key.variant,
             table_width=self._table_width,
             num_pages=self._num_pages,
             padding_slot=self.buffers.padding_slot,
-            backend=self._backend,
-            bindings=tuple(
-                Binding(name, t.data_ptr(), tuple(t.shape), t.stride(), t.dtype) for name, t in bound
-            ),
+            backend=self._backend.name,
+            reads=self._backend.reads,
+            bindings=tuple(Binding(name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in bound),
         )
 
     def _make_stage(self) -> StepBuffers:
@@ -306,15 +313,16 @@ class StepGraphs:
 
     def _copy_in(self, rows: int, slots: list[int], allowed: Tensor | None, hidden: Tensor | None) -> None:
         """Write a bucket's inputs: the live rows, then each input's filler up to ``rows``."""
-        stage = self._stages[self._turn]
+        stage, live = self._stages[self._turn], len(slots)
         self._turn = (self._turn + 1) % _STAGES
-        given = {"slots": torch.tensor(slots, dtype=torch.int64), "allowed": allowed}
-        for (name, target, filler), (_, source, _) in zip(self.buffers.inputs(), stage.inputs(), strict=True):
-            live = given.get(name)
-            if live is not None:
-                source[: len(slots)] = live
-                source[len(slots) : rows] = filler
-                target[:rows].copy_(source[:rows], non_blocking=True)
+        padded = slots + [self.buffers.padding_slot] * (rows - live)
+        # By way of numpy: to make a tensor of a list takes ten times as long
+        stage.slots.numpy()[: 1 + rows] = [slots_check(padded), *padded]
+        self.buffers.slots[: 1 + rows].copy_(stage.slots[: 1 + rows], non_blocking=True)
+        if allowed is not None:
+            stage.allowed[:live] = allowed
+            stage.allowed[live:rows] = FREE
+            self.buffers.allowed[:rows].copy_(stage.allowed[:rows], non_blocking=True)
         if hidden is not None:  # it is on the device already
-            self.buffers.hidden[: len(slots)] = hidden
-            self.buffers.hidden[len(slots) : rows] = 0
+            self.buffers.hidden[:live] = hidden
+            self.buffers.hidden[live:rows] = 0

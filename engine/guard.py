@@ -1,8 +1,8 @@
-"""The guard against non-finite values: detection on the device, in every row that decides a token.
+"""The verdicts of a step on its rows: non-finite values, and state or layout that breaks the replay contract.
 
-A fault of the target halts its slot on the device: the step emits nothing for it, and every later step of the
-slot, one already launched included, is a no-op whose writes go to the scratch page. A fault of the draft only drops
-drafts. Flags travel with the step's results; there is no synchronisation.
+A violation, or a fault of the target, halts its slot on the device: the step emits nothing for it, and every later
+step of the slot, one already launched included, is a no-op whose writes go to the scratch page. A fault of the
+draft only drops drafts. Flags travel with the step's results; there is no synchronisation.
 """
 
 from __future__ import annotations
@@ -28,9 +28,23 @@ class Flag(IntFlag):
     PREFILL_NAN = 32
     """The target's hidden states of a prefill hold a NaN."""
     PREFILL_INF = 64
+    TARGET_OOV = 128
+    """A token to verify is not in the vocabulary."""
+    SLOTS = 256
+    """The slots that a captured step read are not those that the host wrote; no row of the step ran."""
+    SEQ_LENS = 512
+    """A slot's length is outside of what its block table can name."""
+    BLOCK_TABLE = 1024
+    """A page id is outside of the pool, or a written position has none."""
+    CU_SEQLENS_Q = 2048
+    """The query offsets that a kernel reads are not those of the uniform layout."""
 
 
-HALTING: Final = Flag.TARGET_NAN | Flag.TARGET_INF | Flag.PREFILL_NAN | Flag.PREFILL_INF
+CONTRACT: Final = Flag.SLOTS | Flag.SEQ_LENS | Flag.BLOCK_TABLE | Flag.CU_SEQLENS_Q
+"""The contract's verdicts on values that only the device knows."""
+NUMERICAL: Final = Flag.TARGET_NAN | Flag.TARGET_INF | Flag.TARGET_OOV | Flag.PREFILL_NAN | Flag.PREFILL_INF
+"""The guard's verdicts on the target."""
+HALTING: Final = CONTRACT | NUMERICAL
 """Flags of a slot that must not go on."""
 
 
@@ -61,6 +75,7 @@ _NONE: Final = 1 << 30
 _TRIPS: Final = {
     Flag.TARGET_NAN: ("verify", "nan"),
     Flag.TARGET_INF: ("verify", "inf"),
+    Flag.TARGET_OOV: ("verify", "oov"),
     Flag.DRAFT_NAN: ("draft", "nan"),
     Flag.DRAFT_INF: ("draft", "inf"),
     Flag.PREFILL_NAN: ("prefill", "nan"),
@@ -69,17 +84,20 @@ _TRIPS: Final = {
 
 
 def events(flags: int) -> list[tuple[str, tuple[str, ...]]]:
-    """What to count for a row's flag word: metric names and label values."""
+    """What to count for a row's flag word, except for what becomes of a halted row: metric names and labels."""
     found: list[tuple[str, tuple[str, ...]]] = [
         ("nan_guard_trips", labels) for flag, labels in _TRIPS.items() if flags & flag
     ]
-    if flags & HALTING:
-        found.append(("nan_guard_actions", ("failed", "model")))
-    elif flags & (Flag.DRAFT_NAN | Flag.DRAFT_INF):
+    if flags & (Flag.DRAFT_NAN | Flag.DRAFT_INF) and not flags & HALTING:
         found.append(("nan_guard_actions", ("drafts_dropped", "draft")))
     if flags & Flag.IGNORED:
         found.append(("nan_guard_actions", ("ignored", "none")))
     return found
+
+
+def violated_fields(flags: int) -> list[str]:
+    """The contract's fields that a flag word names."""
+    return [str(flag.name).lower() for flag in CONTRACT if flags & flag]
 
 
 def is_halted(flags: Tensor) -> Tensor:

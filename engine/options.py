@@ -53,6 +53,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``auto``: CUDA graphs on a GPU, none on a CPU. ``simulate``: traces that freeze what a graph would."""
     max_graph_rows: int | None = None
     """Most rows of a captured step; ``None``: ``max_num_seqs``. A larger batch runs eager."""
+    audit_rate: float = 0.0
+    """Share of finished greedy requests whose output is scored again by one ordinary prefill; 0: none."""
+    nan_bundle_dir: str | None = None
+    """Directory for a bundle of each step that the guard tripped; ``None``: none is written."""
     seed: int | None = None
     """Makes requests without a seed repeatable; ``None``: they draw from the system's entropy."""
     threads: int | None = None
@@ -80,6 +84,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r}: must be above 0 and at most 1"
             )
+        if not 0.0 <= self.audit_rate <= 1.0:
+            raise ConfigError(f"audit_rate={self.audit_rate!r}: must be from 0 to 1")
         if self.num_kv_pages is not None and self.gpu_memory_utilization != _DEFAULT_UTILIZATION:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization!r}: cannot be given together with "

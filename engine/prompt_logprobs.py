@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.model.decoder import Decoder
 from engine.sequence import PrefillChunk, PrefillResult
+from engine.staging import fetch, stage
 from engine.types import TokenLogprobs
 
 MAX_LOGPROBS = 20
@@ -38,8 +39,8 @@ class PendingPrefill:
 
     def __init__(self, chunks: list[PrefillChunk], flags: Tensor, scores: list[_Scores | None]) -> None:
         self._chunks = [(chunk, chunk.sequence.epoch) for chunk in chunks]
-        self._flags = _start_copy(flags)
-        self._scores = [None if one is None else _Scores(*map(_start_copy, _fields(one))) for one in scores]
+        self._flags = fetch(flags)
+        self._scores = [None if one is None else _Scores(*map(fetch, _fields(one))) for one in scores]
         self._copied: torch.cuda.Event | None = None
         if flags.is_cuda:
             self._copied = torch.cuda.Event()
@@ -66,7 +67,7 @@ def score(decoder: Decoder, vocab_size: int, hidden: Tensor, following: Seq[int]
         hidden: ``[T, H]``, the target's final hidden states.
         following: T token ids.
     """
-    known = torch.tensor(following, dtype=torch.int64).to(hidden.device)
+    known = stage(following, torch.int64, hidden.device)
     at_once = max(1, LOGITS_AT_ONCE // vocab_size)
     parts = [
         _score_slice(decoder.logits(rows).float(), ids)
@@ -86,14 +87,6 @@ def _score_slice(logits: Tensor, ids: Tensor) -> _Scores:
 
 def _fields(scores: _Scores) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return scores.own, scores.rank, scores.top_values, scores.top_ids
-
-
-def _start_copy(values: Tensor) -> Tensor:
-    """``values`` on the host, once what was launched so far has run."""
-    if not values.is_cuda:
-        return values
-    host = torch.empty_like(values, device="cpu", pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 def _read(chunk: PrefillChunk, scores: _Scores) -> list[TokenLogprobs]:

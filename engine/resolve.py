@@ -62,6 +62,10 @@ def resolve(options: EngineOptions, config: ModelConfig) -> Resolved:
     graphs = options.graphs if options.graphs != "auto" else ("cuda" if name == "cuda" else "off")
     if graphs == "cuda" and name != "cuda":
         raise ConfigError("graphs='cuda': needs a CUDA device, the engine runs on cpu; simulate traces there")
+    if graphs == "simulate" and name != "cpu":
+        raise ConfigError(
+            "graphs='simulate': traces plain operators; a GPU runs fused kernels, take graphs='cuda'"
+        )
     return Resolved(
         device=torch.device(name, 0) if name == "cuda" else torch.device("cpu"),
         dtype=dtype,

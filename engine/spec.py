@@ -2,39 +2,45 @@
 
 Every forward is ``[B, S]`` (S = W for verify and extend, 1 for a draft step) and nothing in its layout depends
 on how many tokens were accepted. There is no host decision and no synchronisation inside, so the whole step is
-one sequence of device operations that a graph can capture.
+one sequence of device operations that a graph can capture. What happens between the forwards is in ``StepOps``:
+plain operators for every variant and device, fused kernels for greedy steps on a GPU.
 
 Names: B rows, K speculative tokens, W = K + 1, H hidden size, V vocabulary, a accepted drafts (0..K).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention import Attention, AttentionBackend, UniformAttention
-from engine.guard import Flag, classify, is_halted, reduce_rows
-from engine.kv.pool import SCRATCH_PAGE, LatentPool
-from engine.layout import uniform_layout
+from engine.guard import Flag
+from engine.kv.pool import LatentPool
+from engine.layout import UniformLayout, uniform_layout
 from engine.model.decoder import Decoder
 from engine.model.draft import Draft
-from engine.rng import Purpose, uniforms
-from engine.sampler import Variant, distribution, draw, mask_logits, process_logits
-from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
+from engine.sampler import Variant
+from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one forward, gathered from their slots."""
+    """The rows of one forward, gathered from their slots and checked.
+
+    A row that may not run (its slot is halted, or its state broke the contract) is stepped as a padding row: length
+    0, token 0, everything written to the scratch page.
+    """
 
     slots: Tensor  # [B] int64
     core: Tensor  # [B, 4 + K] int64
-    halted: Tensor  # [B] bool: a fault stopped the slot; the step must be a no-op for it
-    block_table: Tensor  # [B, pages of the longest row] int32; all scratch for a halted row
+    flags: Tensor  # [B] int64: what halted the slot before, and the contract's verdict
+    block_table: Tensor  # [B, pages of the longest row] int32; all scratch for a row that may not run
     max_lens: tuple[int, ...]  # positions that each row can reach, at most
     variant: Variant
+    width: int  # tokens of a row to verify: W, or 1 to leave its drafts out
 
     @property
     def seq_len(self) -> Tensor:
@@ -48,8 +54,17 @@ class Rows:
 
     @property
     def tokens(self) -> Tensor:
-        """``[B, W]``: next_token, d1..dK."""
-        return self.core[:, NEXT_TOKEN:]
+        """``[B, width]``: next_token, d1..dK."""
+        return self.core[:, NEXT_TOKEN : NEXT_TOKEN + self.width]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the tokens of one uniform forward stand."""
+
+    positions: Tensor  # [B * S] int64
+    write_slots: Tensor  # [B * S] int64: rows of the pool
+    seq_lens: Tensor  # [B] int32: keys of each row, its own S included
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,7 @@ class Accepted:
     emitted: Tensor  # [B, W] int64; columns 0..a are tokens of the output, later ones are garbage
     count: Tensor  # [B] int64: a
     seq_len: Tensor  # [B] int64: positions written before the step, plus a + 1
+    last: Tensor  # [B] int64: flat index of each row's token a among the B * W
     flags: Tensor  # [B] int64: the guard's verdict on the target
     output_counts: Tensor | None  # [B, V] int32 with the emitted tokens (processed variants)
 
@@ -67,17 +83,57 @@ class Accepted:
 class Drafted:
     """What the draft phase proposes."""
 
-    tokens: Tensor  # [B, K] int64
+    tokens: list[Tensor]  # K of [B] int64
     probs: Tensor | None  # [B, K, V] float32: what each was drawn from (sampled variants)
-    flags: Tensor  # [B] int64: the guard's verdict on the draft
+    found: list[
+        Tensor
+    ]  # K of [B] int64: the guard's verdict on each one's logits, the contract's on its layout
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Results of one step, on the device."""
 
-    packed: Tensor  # [B, W + 3] int64: emitted, a, num_drafts that were verified, flags
-    logits: Tensor  # [B, W, V]: the target's, for log-probabilities
+    packed: Tensor  # [B, width + 3] int64: emitted, a, num_drafts that were verified, flags
+    logits: Tensor  # [B, width, V]: the target's, for log-probabilities
+
+
+class StepOps(Protocol):
+    """What a step does between its forwards."""
+
+    checks: bool
+    """Whether the contract is checked and the guard looks."""
+
+    def load(
+        self, slots: Tensor, check: Tensor | None, max_lens: tuple[int, ...], variant: Variant, width: int
+    ) -> Rows:
+        """Gather and check the state of ``slots`` ``[B]``; see ``SpeculativeStep.run``."""
+        ...
+
+    def place(self, rows: Rows, first: Tensor, stride: int, ahead: int = 0) -> Places:
+        """The ``stride`` positions of each row from ``first`` ``[B]`` int64 ``+ ahead`` on."""
+        ...
+
+    def accept(self, rows: Rows, logits: Tensor, allowed: Tensor | None) -> Accepted:
+        """How many drafts stand under ``logits`` ``[B, W, V]``, and the tokens to emit."""
+        ...
+
+    def propose(
+        self, rows: Rows, logits: Tensor, first: Tensor, counts: Tensor | None, ahead: int = 0
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """One draft ``[B]`` from ``logits`` ``[B, V]`` for position ``first`` ``[B]`` ``+ ahead``.
+
+        Also the distribution ``[B, V]`` that it was drawn from (sampled variants), and the guard's verdict ``[B]``.
+        """
+        ...
+
+    def commit(self, rows: Rows, accepted: Accepted, drafted: Drafted | None) -> Tensor:
+        """Advance the slots, except halted ones; the packed results ``[B, W + 3]``."""
+        ...
+
+    def begin(self, rows: Rows, drafted: Drafted) -> None:
+        """Store the first drafts of slots whose prefill just ended."""
+        ...
 
 
 class SpeculativeStep:
@@ -85,6 +141,8 @@ class SpeculativeStep:
 
     Args:
         draft: ``None`` for K = 0: the step is then a plain decode step of stride 1.
+        ops: Serves every variant.
+        greedy_ops: Serves greedy steps without history, if given.
     """
 
     def __init__(
@@ -96,6 +154,8 @@ class SpeculativeStep:
         pool: LatentPool,
         state: SlotState,
         num_speculative_tokens: int,
+        ops: StepOps,
+        greedy_ops: StepOps | None = None,
     ) -> None:
         assert (draft is None) == (num_speculative_tokens == 0), "drafts need a draft model, and only they do"
         self._decoder = decoder
@@ -104,135 +164,130 @@ class SpeculativeStep:
         self._pool = pool
         self._state = state
         self._k = num_speculative_tokens
+        self._plain_ops = ops
+        self._greedy_ops = greedy_ops or ops
+
+    @property
+    def checks(self) -> bool:
+        """Contract and guard; off only to measure what they cost, and before anything is captured."""
+        return self._plain_ops.checks
+
+    @checks.setter
+    def checks(self, on: bool) -> None:
+        self._plain_ops.checks = self._greedy_ops.checks = on
 
     def run(
-        self, slots: Tensor, max_lens: tuple[int, ...], variant: Variant, allowed: Tensor | None = None
+        self,
+        slots: Tensor,
+        max_lens: tuple[int, ...],
+        variant: Variant,
+        allowed: Tensor | None = None,
+        check: Tensor | None = None,
+        verify_drafts: bool = True,
     ) -> StepOutput:
         """One whole step of ``slots`` ``[B]``; ``max_lens``: positions that each can reach, as the host knows.
 
-        ``allowed`` ``[B, W, ceil(V / 32)]`` int32, for the constrained variants only: the tokens that each row may
-        choose at each position (see ``mask_logits``), all ones where there is no grammar.
+        Args:
+            allowed: ``[B, W, ceil(V / 32)]`` int32, for the constrained variants only: the tokens that each row may
+                choose at each position (see ``mask_logits``), all ones where there is no grammar.
+            check: ``[1]`` int64, ``slots_check`` of the slots as the host wrote them, where they come from a
+                captured step's static buffer.
+            verify_drafts: False verifies next_token alone (W = 1 up to the extend phase): the guard's last resort.
         """
         assert variant.constrained == (allowed is not None), (
             "constrained variants read a mask, and only they do"
         )
-        rows = self._load(slots, max_lens, variant)
-        positions, attention = self._forward_inputs(rows, rows.seq_len, self._k + 1)
-        hidden, logits = self._verify(rows.tokens, positions, attention)
+        width = self._k + 1 if verify_drafts else 1
+        ops = self._ops(variant, width)
+        rows = ops.load(slots, check, max_lens, variant, width)
+        places, attention, verdict = self._inputs(ops, rows, rows.seq_len, width)
+        rows = _with_verdict(rows, verdict)
+        hidden, logits = self._verify(rows.tokens, places, attention)
         accepted = self._accept(rows, logits, allowed)
         drafted = None
         if self._draft_model is not None:
-            draft_hidden = self._extend(hidden, accepted, positions, attention)
-            drafted = self._draft(rows, draft_hidden, accepted.seq_len, accepted.output_counts)
-        flags = self._commit(rows, accepted, drafted)
-        results = [accepted.emitted, accepted.count[:, None], rows.num_drafts, flags[:, None]]
-        return StepOutput(torch.cat(results, dim=1), logits)
+            draft_hidden, verdict = self._extend(hidden, accepted, places, attention)
+            rows = _with_verdict(rows, verdict)
+            drafted = self._draft(ops, rows, draft_hidden, accepted.seq_len, accepted.output_counts)
+        return StepOutput(ops.commit(rows, accepted, drafted), logits)
 
-    def begin(self, slots: Tensor, max_lens: tuple[int, ...], variant: Variant, draft_hidden: Tensor) -> None:
+    def begin(
+        self,
+        slots: Tensor,
+        max_lens: tuple[int, ...],
+        variant: Variant,
+        draft_hidden: Tensor,
+        check: Tensor | None = None,
+    ) -> None:
         """The draft phase alone, for slots whose prefill just ended, so that their first step has K drafts.
 
         Args:
             draft_hidden: ``[B, H]``, the draft's hidden state at each slot's last written position.
         """
-        rows = self._load(slots, max_lens, variant)
+        width = self._k + 1
+        ops = self._ops(variant, width)
+        rows = ops.load(slots, check, max_lens, variant, width)
         counts = self._state.output_counts.index_select(0, slots) if variant.processed else None
-        drafted = self._draft(rows, draft_hidden, rows.seq_len, counts)
-        core = rows.core.clone()
-        core[:, NUM_DRAFTS] = self._usable(drafted)
-        core[:, FLAGS] |= drafted.flags  # told with the first step's results
-        core[:, NEXT_TOKEN + 1 :] = drafted.tokens
-        self._store(slots, core, drafted, None)
+        ops.begin(rows, self._draft(ops, rows, draft_hidden, rows.seq_len, counts))
 
-    def _load(self, slots: Tensor, max_lens: tuple[int, ...], variant: Variant) -> Rows:
-        """Gather the slots' state."""
-        core = self._state.core.index_select(0, slots)
-        halted = is_halted(core[:, FLAGS])
-        width = -(-max(max_lens) // self._pool.page_size)
-        table = self._state.block_table.index_select(0, slots)[:, :width]
-        return Rows(slots, core, halted, table.masked_fill(halted[:, None], SCRATCH_PAGE), max_lens, variant)
+    def _ops(self, variant: Variant, width: int) -> StepOps:
+        greedy = not (variant.sampled or variant.processed or variant.constrained)
+        return self._greedy_ops if greedy and width == self._k + 1 else self._plain_ops
 
-    def _forward_inputs(self, rows: Rows, first: Tensor, stride: int) -> tuple[Tensor, Attention]:
-        """Positions ``[B, stride]`` from ``first`` ``[B]``, and attention over everything up to them."""
+    def _inputs(
+        self, ops: StepOps, rows: Rows, first: Tensor, stride: int, ahead: int = 0
+    ) -> tuple[Places, Attention, Tensor | None]:
+        """Places of ``stride`` tokens, attention up to them, and the contract's verdict on the layout."""
         layout = uniform_layout(rows.slots.shape[0], stride, rows.slots.device)
-        positions = first[:, None] + layout.offsets
-        size = self._pool.page_size
-        pages = rows.block_table.gather(1, positions // size)
-        write_slots = (pages * size + positions % size).flatten()
+        places = ops.place(rows, first, stride, ahead)
         attention = UniformAttention(
-            self._backend, self._pool, layout, rows.block_table, first + stride, rows.max_lens, write_slots
+            self._backend,
+            self._pool,
+            layout,
+            rows.block_table,
+            places.seq_lens,
+            rows.max_lens,
+            places.write_slots,
         )
-        return positions, attention
+        return places, attention, self._check_layout(layout)
 
-    def _verify(self, tokens: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
+    def _check_layout(self, layout: UniformLayout) -> Tensor | None:
+        """``[]`` int64 flags: whether the query offsets still are what ``uniform_layout`` made, by value.
+
+        Only for kernels that read them: for the others there is no such input (``AttentionBackend.reads``).
+        """
+        if not self.checks or "cu_seqlens_q" not in self._backend.reads:
+            return None
+        offsets = layout.cu_seqlens_q
+        expected = torch.arange(layout.rows + 1, dtype=offsets.dtype, device=offsets.device) * layout.stride
+        return (offsets != expected).any() * int(Flag.CU_SEQLENS_Q)
+
+    def _verify(self, tokens: Tensor, places: Places, attention: Attention) -> tuple[Tensor, Tensor]:
         """The target over ``[next_token, d1..dK]``: hidden ``[B * W, H]`` and logits ``[B, W, V]``."""
-        hidden = self._decoder(tokens.flatten(), positions.flatten(), attention)
-        logits = self._decoder.logits(hidden).float()
-        return hidden, logits.view(*tokens.shape, -1)
+        hidden = self._decoder(tokens.flatten(), places.positions, attention)
+        return hidden, self._decoder.logits(hidden).view(*tokens.shape, -1)
 
     def _accept(self, rows: Rows, logits: Tensor, allowed: Tensor | None) -> Accepted:
         """How many drafts stand, and the tokens to emit: always distributed as the target's own."""
-        drafts = rows.tokens[:, 1:]
-        offsets = uniform_layout(1, self._k + 1, logits.device).offsets
-        decided = rows.seq_len[:, None] + 1 + offsets  # [B, W]: position of the token that each row decides
-        found = classify(logits, Flag.TARGET_NAN, Flag.TARGET_INF)  # [B, W]
-        if allowed is not None:
-            logits = mask_logits(logits, allowed)
-        counts = None
-        if rows.variant.processed:
-            counts = self._state.output_counts.index_select(0, rows.slots)
-            history = _counts_along_run(counts, drafts)
-            logits = process_logits(logits, self._state, rows.slots, history, decided)
-        valid = offsets[: self._k] < rows.num_drafts  # [B, K]
-        if rows.variant.sampled:
-            emitted, count = self._reject(rows, drafts, valid, decided, logits)
-        else:
-            emitted = logits.argmax(dim=-1)
-            count = _leading_true((emitted[:, : self._k] == drafts) & valid)
-        kept = offsets <= count[:, None]  # [B, W]
-        ignored = torch.where(((found > 0) & ~kept).any(dim=1), int(Flag.IGNORED), 0)
-        if counts is not None:
-            counts = counts.scatter_add(1, emitted, kept.to(torch.int32))
-        flags = reduce_rows(found, kept) | ignored
-        return Accepted(emitted, count, rows.seq_len + count + 1, flags, counts)
+        return self._ops(rows.variant, rows.width).accept(rows, logits, allowed)
 
-    def _reject(
-        self, rows: Rows, drafts: Tensor, valid: Tensor, decided: Tensor, logits: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Rejection sampling (Leviathan et al., 2023) against the drafts' own distributions.
-
-        A place without a draft (``valid`` False) is a forced rejection that draws from the target itself.
-        """
-        target_probs = distribution(logits, self._state, rows.slots, rows.variant.truncated)  # [B, W, V]
-        keys = self._state.keys.index_select(0, rows.slots)[:, None]
-        draft_probs = self._state.draft_probs.index_select(0, rows.slots)  # [B, K, V]
-        target = target_probs[:, : self._k].gather(2, drafts[:, :, None]).squeeze(2)
-        proposed = draft_probs.gather(2, drafts[:, :, None]).squeeze(2)
-        chance = uniforms(keys, decided[:, : self._k], Purpose.ACCEPT)
-        count = _leading_true((chance * proposed < target) & valid)
-        last = _rows_at(target_probs, count)  # [B, V]
-        if self._k:
-            rejected = _at(torch.nn.functional.pad(valid, (0, 1)), count)  # [B, 1]: a real draft was refused
-            proposed_last = _rows_at(draft_probs, count.clamp_max(self._k - 1))
-            residual = (last - proposed_last).clamp_min(0)
-            use = rejected & (residual.sum(dim=-1, keepdim=True) > 0)
-            last = torch.where(use, residual, last)
-        position = decided.gather(1, count[:, None])
-        token = draw(last, uniforms(keys, position, Purpose.TOKEN).squeeze(1))
-        padded = torch.nn.functional.pad(drafts, (0, 1))
-        return padded.scatter(1, count[:, None], token[:, None]), count
-
-    def _extend(self, hidden: Tensor, accepted: Accepted, positions: Tensor, attention: Attention) -> Tensor:
+    def _extend(
+        self, hidden: Tensor, accepted: Accepted, places: Places, attention: Attention
+    ) -> tuple[Tensor, Tensor | None]:
         """The draft over all W (target hidden, emitted token) pairs; its state at row a ``[B, H]``.
 
-        Rows past a are garbage that the next step overwrites and causality hides.
+        Rows past a are garbage that the next step overwrites and causality hides. The layout is verify's own, the
+        same object: the offsets that it holds are checked again where a kernel reads them.
         """
         assert self._draft_model is not None
-        rows, stride = positions.shape
-        out = self._draft_model(hidden, accepted.emitted.flatten(), positions.flatten(), attention)
-        starts = uniform_layout(rows, stride, positions.device).row_starts
-        return out.index_select(0, starts + accepted.count)
+        rows, stride = accepted.emitted.shape
+        layout = uniform_layout(rows, stride, hidden.device)
+        out = self._draft_model(hidden, accepted.emitted.flatten(), places.positions, attention)
+        return out.index_select(0, accepted.last), self._check_layout(layout)
 
-    def _draft(self, rows: Rows, hidden: Tensor, seq_len: Tensor, counts: Tensor | None) -> Drafted:
+    def _draft(
+        self, ops: StepOps, rows: Rows, hidden: Tensor, seq_len: Tensor, counts: Tensor | None
+    ) -> Drafted:
         """K drafts behind the token at position ``seq_len``.
 
         Args:
@@ -243,92 +298,27 @@ class SpeculativeStep:
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         found: list[Tensor] = []
+        verdict: Tensor | None = None
         for step in range(self._k):
             if step:
-                positions, attention = self._forward_inputs(rows, seq_len + (step - 1), 1)
-                hidden = self._draft_model(hidden, tokens[-1], positions.flatten(), attention)
-            logits = self._draft_model.logits(hidden).float()  # [B, V]
-            found.append(classify(logits, Flag.DRAFT_NAN, Flag.DRAFT_INF))
-            token, chosen_from = self._propose(rows, logits, seq_len + 1 + step, counts)
+                places, attention, verdict = self._inputs(ops, rows, seq_len, 1, ahead=step - 1)
+                hidden = self._draft_model(hidden, tokens[-1], places.positions, attention)
+            logits = self._draft_model.logits(hidden)  # [B, V]
+            token, chosen_from, flags = ops.propose(rows, logits, seq_len, counts, ahead=1 + step)
             tokens.append(token)
+            found.append(flags if verdict is None else flags | verdict)
             if chosen_from is not None:
                 probs.append(chosen_from)
             if counts is not None:
                 counts = counts.scatter_add(1, token[:, None], torch.ones_like(counts[:, :1]))
-        per_draft = torch.stack(found, dim=1)
-        flags = reduce_rows(per_draft, per_draft > 0)
-        return Drafted(torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None, flags)
-
-    def _propose(
-        self, rows: Rows, logits: Tensor, position: Tensor, counts: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """One draft ``[B]`` for ``position`` ``[B]``, and the distribution ``[B, V]`` it was drawn from."""
-        logits = logits[:, None]  # [B, 1, V]
-        if counts is not None:
-            logits = process_logits(logits, self._state, rows.slots, counts[:, None], position[:, None])
-        if not rows.variant.sampled:
-            return logits[:, 0].argmax(dim=-1), None
-        probs = distribution(logits, self._state, rows.slots, rows.variant.truncated)[:, 0]
-        keys = self._state.keys.index_select(0, rows.slots)
-        return draw(probs, uniforms(keys, position, Purpose.DRAFT)), probs
-
-    def _usable(self, drafted: Drafted) -> Tensor:
-        """Drafts that the next step may verify ``[B]``: none after a fault of the draft."""
-        return torch.where(drafted.flags > 0, 0, self._k)
-
-    def _commit(self, rows: Rows, accepted: Accepted, drafted: Drafted | None) -> Tensor:
-        """Advance the slots, except where a fault halts them; the rows' flags ``[B]``.
-
-        A halted row keeps its state, its counts and its place in the random sequence.
-        """
-        flags = rows.core[:, FLAGS] | accepted.flags
-        num_drafts = torch.zeros_like(flags)
-        columns = [_at(accepted.emitted, accepted.count)]
-        if drafted is not None:
-            num_drafts = self._usable(drafted)
-            columns.append(drafted.tokens)
-        halted = is_halted(flags)[:, None]
-        told = torch.zeros_like(flags)
-        head = torch.stack([accepted.seq_len, num_drafts, told], dim=1)
-        kept = rows.core.clone()
-        kept[:, FLAGS] = flags
-        core = torch.where(halted, kept, torch.cat([head, *columns], dim=1))
-        counts = accepted.output_counts
-        if counts is not None:
-            counts = torch.where(halted, self._state.output_counts.index_select(0, rows.slots), counts)
-        self._store(rows.slots, core, drafted, counts)
-        return flags if drafted is None else flags | drafted.flags
-
-    def _store(self, slots: Tensor, core: Tensor, drafted: Drafted | None, counts: Tensor | None) -> None:
-        """Write the slots' new state; the padding slot stays as it was made."""
-        self._state.core.index_copy_(0, slots, core)
-        self._state.core[self._state.padding_slot].zero_()
-        if drafted is not None and drafted.probs is not None:
-            self._state.draft_probs.index_copy_(0, slots, drafted.probs)
-        if counts is not None:
-            self._state.output_counts.index_copy_(0, slots, counts)
+        return Drafted(tokens, torch.stack(probs, dim=1) if probs else None, found)
 
 
-def _leading_true(flags: Tensor) -> Tensor:
-    """Number of leading True of each row: ``[B, K]`` bool -> ``[B]`` int64."""
-    return flags.to(torch.int64).cumprod(dim=1).sum(dim=1)
+def _with_verdict(rows: Rows, verdict: Tensor | None) -> Rows:
+    """``rows`` with a verdict ``[]`` on all of them."""
+    return rows if verdict is None else replace(rows, flags=rows.flags | verdict)
 
 
-def _at(values: Tensor, index: Tensor) -> Tensor:
-    """``values[b, index[b]]`` as ``[B, 1]``."""
-    return values.gather(1, index[:, None])
-
-
-def _rows_at(values: Tensor, index: Tensor) -> Tensor:
-    """``values[b, index[b]]`` of ``[B, R, V]`` as ``[B, V]``."""
-    rows, per_row, _ = values.shape
-    starts = uniform_layout(rows, per_row, values.device).row_starts
-    return values.flatten(0, 1).index_select(0, starts + index)
-
-
-def _counts_along_run(counts: Tensor, drafts: Tensor) -> Tensor:
-    """Output counts before each verify row: ``[B, V]``, ``[B, K]`` -> ``[B, W, V]``."""
-    per_row = [counts]
-    for index in range(drafts.shape[1]):
-        per_row.append(per_row[-1].scatter_add(1, drafts[:, index, None], torch.ones_like(counts[:, :1])))
-    return torch.stack(per_row, dim=1)
+def slots_check(slots: list[int]) -> int:
+    """A check word of a step's slots, fillers included: sum of (place + 1) * (slot + 1)."""
+    return sum(place * (slot + 1) for place, slot in enumerate(slots, start=1))

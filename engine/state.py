@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.rng import seed_key
+from engine.staging import stage
 from engine.types import SamplingParams
 
 SEQ_LEN: Final = 0
@@ -83,40 +84,57 @@ class SlotState:
 
         Its KV starts empty: seq_len 0 and no pages. A request of one known token can step at once.
         """
-        self.core[slot] = 0
-        self.core[slot, NEXT_TOKEN] = tokens[-1]
-        self.block_table[slot] = 0
-        self.keys[slot] = seed_key(seed)
-        self.top_k[slot] = params.top_k or self.vocab_size
-        self.min_position[slot] = num_prompt + params.min_tokens
-        self.floats[slot] = torch.tensor(
-            [
-                params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
-                params.top_p,
-                params.min_p,
-                params.presence_penalty,
-                params.frequency_penalty,
-                params.repetition_penalty,
-            ]
-        )
-        self.logit_bias[slot] = 0
+        # fill_, as assigning a number to an element waits for the device
+        self.core[slot].zero_()
+        self.core[slot, NEXT_TOKEN].fill_(tokens[-1])
+        self.block_table[slot].zero_()
+        self.keys[slot].fill_(seed_key(seed))
+        self.top_k[slot].fill_(params.top_k or self.vocab_size)
+        self.min_position[slot].fill_(num_prompt + params.min_tokens)
+        floats = [
+            params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        ]
+        self.floats[slot].copy_(stage(floats, torch.float32, self.core.device))
+        self.logit_bias[slot].zero_()
         if processes_logits(params):
             self._bind_tables(slot, tokens, num_prompt, params)
 
     def _bind_tables(self, slot: int, tokens: Sequence[int], num_prompt: int, params: SamplingParams) -> None:
         """The vocabulary-wide tables. Other requests leave them stale, which zero penalties make harmless."""
         device = self.core.device
-        known = torch.tensor(tokens, dtype=torch.int64, device=device)
+        known = stage(tokens, torch.int64, device)
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64, device=device)
-            self.logit_bias[slot, ids] = torch.tensor(list(params.logit_bias.values()), device=device)
-        self.stop_mask[slot] = False
+            ids = stage(list(params.logit_bias), torch.int64, device)
+            biases = stage(list(params.logit_bias.values()), torch.float32, device)
+            self.logit_bias[slot].index_copy_(0, ids, biases)
+        self.stop_mask[slot].zero_()
         if params.stop_token_ids:
-            self.stop_mask[slot, torch.tensor(params.stop_token_ids, device=device)] = True
-        self.prompt_seen[slot] = False
-        self.prompt_seen[slot, known[:num_prompt]] = True
-        counts = torch.bincount(known[num_prompt:], minlength=self.vocab_size)
-        self.output_counts[slot] = counts.to(torch.int32)
+            ids = stage(params.stop_token_ids, torch.int64, device)
+            self.stop_mask[slot].index_fill_(0, ids, True)
+        self.prompt_seen[slot].zero_().index_fill_(0, known[:num_prompt], True)
+        output = known[num_prompt:]  # counted without bincount, which waits for the device
+        counts = self.output_counts[slot].zero_()
+        counts.scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def set_pages(self, updates: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Extend block tables: ``(slot, first index, page ids)``."""
+        if not updates:
+            return
+        width = self.block_table.shape[1]
+        # All in one copy and one kernel: many rows may reach a new page in the same step
+        places: list[int] = []
+        values: list[int] = []
+        for slot, first, page_ids in updates:
+            assert first + len(page_ids) <= width, "a block-table row is too short"
+            places += range(slot * width + first, slot * width + first + len(page_ids))
+            values += page_ids
+        index, pages = stage(places + values, torch.int64, self.core.device).chunk(2)
+        self.block_table.view(-1).index_copy_(0, index, pages.to(self.block_table.dtype))
 
     def raise_flags(self, slots: Tensor, owners: Tensor, flags: Tensor) -> None:
         """Add what the guard found in a prefill to its slots: the next step of each tells it.
@@ -130,7 +148,7 @@ class SlotState:
 
     def start(self, slot: int, seq_len: int) -> None:
         """Prefill has written ``seq_len`` positions: all known tokens but the last, bound as next_token."""
-        self.core[slot, SEQ_LEN] = seq_len
+        self.core[slot, SEQ_LEN].fill_(seq_len)
 
 
 def processes_logits(params: SamplingParams) -> bool:

@@ -19,7 +19,7 @@ ForwardReason = Literal[
 ]
 
 
-SyncReason = Literal["grammar"]
+SyncReason = Literal["grammar", "retry"]
 GrammarKind = Literal["json_schema", "regex", "ebnf"]
 
 
@@ -165,6 +165,12 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     counts: list[Count] = []
     sync_steps: dict[SyncReason, int] = {}
     """Steps of the overlapped schedule that had to wait for the step before them."""
+    graphs_disabled: dict[str, int] = {}
+    """State: captured graphs of each phase that are not replayed any more."""
+    step_gpu_seconds: list[float] = []
+    """Of each step whose results were read: how long the device worked on it (on a CPU: its call)."""
+    step_host_gap_seconds: list[float] = []
+    """Of each step that followed another at once: how long the device waited for its launch."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,6 +192,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str
     resolved: dict[str, str]
     """Every resolved option as text, for the start-up print."""
+    graphs_captured: dict[str, list[int]] = {}
+    """Row counts of the captured graphs of each phase; empty without graphs."""
+    graph_capture_seconds: float = 0.0
+    graph_memory_bytes: int = 0
+    """What capturing took from the device's memory."""
 
 
 # --- messages, service -> engine ---------------------------------------------------------------------------

@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.contract import GraphKey
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.graph import DISABLE_AFTER, StepGraphs, buckets
+from engine.sampler import GREEDY
+from engine.spec import slots_check
+from engine.state import NEXT_TOKEN, SEQ_LEN
 from engine.types import SamplingParams
 from tests.engine.drive import Answer, collect, finish, generate, greedy, make_engine, request
 from tests.fixtures.checkpoints import build_f2
@@ -33,7 +37,7 @@ def captured(path: Path) -> Engine:
 
 
 def _graphs(engine: Engine) -> StepGraphs:
-    graphs = engine._runner._graphs
+    graphs = engine._runner.graphs
     assert graphs is not None
     return graphs
 
@@ -99,20 +103,19 @@ def test_replays_padding_and_checks_are_counted(captured: Engine) -> None:
 def test_a2_every_input_of_a_padding_row_holds_its_filler(captured: Engine) -> None:
     graphs = _graphs(captured)
     stale = {name: tensor for name, tensor, _ in graphs.buffers.inputs()}
-    for tensor in stale.values():
-        with torch.inference_mode():
-            tensor.fill_(3)
-    words = stale["allowed"].shape[1:]
     with torch.inference_mode():
-        hidden = torch.zeros_like(stale["hidden"][:1])
-        graphs._copy_in(2, [1], torch.zeros((1, *words), dtype=torch.int32), hidden)
-    for name, tensor, filler in graphs.buffers.inputs():
-        assert (tensor[1] == filler).all(), name
-        assert (tensor[2:] == 3).all(), f"{name}: nothing past the bucket is touched"
-    assert stale["slots"][0] == 1
+        for tensor in stale.values():
+            tensor.fill_(3)
+        mask = torch.zeros((1, *stale["allowed"].shape[1:]), dtype=torch.int32)
+        graphs._copy_in(2, [1], mask, torch.zeros_like(stale["hidden"][:1]))
+    padding = graphs.buffers.padding_slot
+    assert stale["slots"][:3].tolist() == [slots_check([1, padding]), 1, padding]
+    rows = {name: tensor[1:] if name == "slots" else tensor for name, tensor in stale.items()}
+    for name, _, filler in graphs.buffers.inputs():
+        assert (rows[name][1] == filler).all(), name
+        assert (rows[name][2:] == 3).all(), f"{name}: nothing past the bucket is touched"
     with torch.inference_mode():
         graphs._copy_in(4, [], None, None)
-    with torch.inference_mode():
         stale["allowed"].fill_(-1)
 
 
@@ -121,12 +124,12 @@ def test_a8_what_is_written_is_what_was_bound(captured: Engine) -> None:
     for contract, _ in graphs._captured.values():
         bound = {binding.name: binding.pointer for binding in contract.bindings}
         assert bound["slots"] == graphs.buffers.slots.data_ptr()
-        assert bound["core"] == captured._runner._state.core.data_ptr()
-        assert bound["pages"] == captured._runner._pool.pages.data_ptr()
+        assert bound["core"] == captured._runner.state.core.data_ptr()
+        assert bound["pages"] == captured._runner.pool.pages.data_ptr()
 
 
 def test_every_tensor_of_the_slots_state_is_bound(captured: Engine) -> None:
-    names = {name for name, value in vars(captured._runner._state).items() if isinstance(value, torch.Tensor)}
+    names = {name for name, value in vars(captured._runner.state).items() if isinstance(value, torch.Tensor)}
     contract = next(iter(_graphs(captured)._captured.values()))[0]
     assert names <= {binding.name for binding in contract.bindings}
 
@@ -145,7 +148,7 @@ def test_a_tensor_that_is_not_the_bound_one_is_named_and_the_step_runs_eager(
     else:
         bound = [(n, t.clone() if n == name else t) for n, t in graphs._bound]
         monkeypatch.setattr(graphs, "_bound", bound)
-    monkeypatch.setattr(graphs, "_violations", Counter())
+    monkeypatch.setattr(graphs, "_faults", Counter())
     captured.add(request("a", PROMPTS[2], greedy(24)))
     answers: dict[str, Answer] = {}
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
@@ -165,6 +168,86 @@ def test_a_tensor_that_is_not_the_bound_one_is_named_and_the_step_runs_eager(
     assert answers["a"].token_ids == plain.token_ids
 
 
+def _tamper(engine: Engine, field: str) -> None:
+    """Corrupt what a captured step reads, after the host wrote it."""
+    state, buffers = engine._runner.state, _graphs(engine).buffers
+    if field == "slots":
+        buffers.slots[1] += 1
+    elif field == "slots of padding":
+        buffers.slots[4] = 0  # a live slot, as an earlier batch may have left it
+    elif field == "seq_lens":
+        state.core[0, SEQ_LEN] = 10**6
+    elif field == "negative seq_lens":
+        state.core[0, SEQ_LEN] = -1
+    elif field == "block_table":
+        state.block_table[0, 0] = captured_pages(engine)
+    elif field == "no page":
+        state.block_table[0, 0] = 0
+    else:
+        state.core[0, NEXT_TOKEN] = state.vocab_size
+
+
+def captured_pages(engine: Engine) -> int:
+    return engine._runner.pool.num_pages
+
+
+TAMPERED = ["slots", "slots of padding", "seq_lens", "negative seq_lens", "block_table", "no page", "oov"]
+
+
+@pytest.mark.parametrize("field", TAMPERED)
+def test_a_value_that_changes_between_copy_in_and_replay_is_named_and_costs_nothing_else(
+    path: Path, captured: Engine, field: str
+) -> None:
+    """Three rows in the bucket of four; the first slot's state, or the slots themselves, are corrupted once."""
+    graphs = _graphs(captured)
+    graphs._faults.clear()
+    prompts = PROMPTS[2:5]
+    for index, prompt in enumerate(prompts):
+        captured.add(request(str(index), prompt, greedy(24)))
+    key = GraphKey("step", 4, GREEDY)
+    contract, inner = graphs._captured[key]
+    left = [3]
+
+    class Tampered:
+        def replay(self) -> tuple[torch.Tensor, ...]:
+            left[0] -= 1
+            if left[0] == 0:
+                _tamper(captured, field)
+            out: tuple[torch.Tensor, ...] = inner.replay()
+            return out
+
+    graphs._captured[key] = (contract, Tampered())
+    answers: dict[str, Answer] = {}
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    while captured.has_work():
+        outputs = captured.iterate()
+        counts.update({(one.name, one.labels): one.value for one in outputs.stats.counts})
+        counts.update(
+            {
+                ("steps", (one.path, one.reason)): one.count
+                for one in outputs.stats.forwards
+                if one.phase == "step"
+            }
+        )
+        for delta in outputs.deltas:
+            answers.setdefault(delta.request_id, Answer()).take(delta)
+    graphs._captured[key] = (contract, inner)
+    assert left[0] <= 0
+    plain = make_engine(path, prefix_cache=False, num_speculative_tokens=2)
+    expected = [answer.token_ids for answer in generate(plain, prompts, greedy(24))]
+    assert [answers[str(index)].token_ids for index in range(3)] == expected
+    if field == "oov":
+        assert counts["nan_guard_trips", ("verify", "oov")] == 1
+        assert counts["steps", ("eager", "retry")] == 1
+        return
+    name = {"slots of padding": "slots", "negative seq_lens": "seq_lens", "no page": "block_table"}.get(
+        field, field
+    )
+    assert counts["graph_contract_violations", (name,)] == 1
+    assert counts["steps", ("eager", "contract")] == (3 if name == "slots" else 1)
+    assert counts["nan_guard_actions", ("retried", "replay")] == (3 if name == "slots" else 1)
+
+
 @pytest.mark.parametrize("field", ["rows", "stride", "table_width", "num_pages", "padding_slot", "backend"])
 def test_a_frozen_value_that_changed_is_named(captured: Engine, field: str) -> None:
     contract = next(iter(_graphs(captured)._captured.values()))[0]
@@ -179,7 +262,7 @@ def test_cuda_graphs_without_a_gpu_are_refused(path: Path) -> None:
 
 
 def test_enforce_eager_captures_nothing(path: Path) -> None:
-    assert make_engine(path, graphs="simulate", enforce_eager=True)._runner._graphs is None
+    assert make_engine(path, graphs="simulate", enforce_eager=True)._runner.graphs is None
 
 
 def test_aborts_under_replay_leave_nothing(captured: Engine) -> None:

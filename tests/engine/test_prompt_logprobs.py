@@ -174,3 +174,16 @@ def test_a_prompt_whose_states_are_not_finite_fails(tmp_path: Path, max_tokens: 
     deltas = _drain(engine)
     assert deltas["bad"][-1].error is not None and deltas["bad"][-1].error.code == "numerical_error"
     assert deltas["good"][0].prompt_logprobs is not None and deltas["good"][-1].finish_reason == "length"
+
+
+def test_a_head_that_is_not_finite_ends_a_request_for_scores(tmp_path: Path) -> None:
+    """The states behind it are finite, so only the scores' own logits tell."""
+
+    def poison(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"][3] = float("nan")
+
+    engine = make_engine(build_f1(tmp_path / "m", edit_tensors=poison).path)
+    engine.add(request("a", [5, 9, 7], greedy(0, prompt_logprobs=1)))
+    deltas = [delta for _ in range(20) if engine.has_work() for delta in engine.iterate().deltas]
+    assert [delta.finish_reason for delta in deltas] == ["error"]
+    assert deltas[0].error is not None and deltas[0].error.code == "numerical_error"
