@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -13,12 +14,15 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine.audit import Auditor, is_audit
 from engine.build import Parts, build
+from engine.bundle_writer import BundleWriter, TripBundles
 from engine.errors import RequestError
 from engine.grammar.walker import WALK_SECONDS, Constraint
-from engine.guard import HALTING, Flag, events
+from engine.guard import HALTING, events
+from engine.ladder import Ladder
 from engine.options import EngineOptions
-from engine.pending import PendingStep
+from engine.pending import PendingStep, StepTiming
 from engine.prompt_logprobs import PendingPrefill
 from engine.sampler import mask_words
 from engine.scheduler import Scheduler
@@ -46,7 +50,7 @@ class Engine:
     ``add`` and ``abort`` may be called between any two ``iterate`` calls.
     """
 
-    def __init__(self, parts: Parts, seed: int | None) -> None:
+    def __init__(self, parts: Parts, options: EngineOptions) -> None:
         self.info: EngineInfo = parts.info
         self._runner = parts.runner
         self._scheduler: Scheduler = parts.scheduler
@@ -54,8 +58,18 @@ class Engine:
         self._pending: _Launched | None = None
         self._grammars = parts.grammars
         self._overdue: list[Sequence] = []
-        self._sync_steps = 0
-        self._draw_seed = _seed_source(seed)
+        self._sync_steps: Counter[SyncReason] = Counter()
+        self._timings: list[StepTiming] = []
+        self._ladder = Ladder(
+            parts.runner,
+            parts.scheduler,
+            self._find_allowed,
+            lambda row: row in self._overdue,
+            _bundles(parts, options),
+        )
+        draw = random.Random(options.seed).random
+        self._auditor = Auditor(options.audit_rate, parts.info.dtype, draw, parts.runner.counts)
+        self._draw_seed = _seed_source(options.seed)
 
     @classmethod
     def load(cls, options: EngineOptions, progress: Callable[[Progress], None]) -> Engine:
@@ -68,7 +82,7 @@ class Engine:
         options.validate()
         if options.threads is not None:
             torch.set_num_threads(options.threads)
-        return cls(build(Path(options.model), options, progress), options.seed)
+        return cls(build(Path(options.model), options, progress), options)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -78,6 +92,8 @@ class Engine:
         """
         vocab = self.info.vocab_size
         params = request.params
+        if is_audit(request.request_id):
+            raise RequestError(f"request id {request.request_id!r} is one of the engine's own", "request_id")
         named = [("prompt_token_ids", request.prompt_token_ids), ("stop_token_ids", params.stop_token_ids)]
         for field, ids in [*named, ("logit_bias", params.logit_bias)]:
             if any(not 0 <= token < vocab for token in ids):
@@ -89,23 +105,33 @@ class Engine:
         if request.request_id in self._grammars:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         if params.grammar is None:
-            self._scheduler.add(request)
+            self._queue(request)
         else:
             self._grammars.submit(request)
+        self._auditor.admit(request)
+
+    def _queue(self, request: Request, constraint: Constraint | None = None) -> None:
+        """Hand a user's request to the scheduler; an audit gives way to it."""
+        if (audit := self._auditor.withdraw()) is not None:
+            self._scheduler.abort(audit)
+        self._scheduler.add(request, constraint)
 
     def abort(self, request_id: str) -> None:
         """Stop a request and free what it holds; unknown ids are ignored."""
         self._grammars.abort(request_id)
         self._scheduler.abort(request_id)
+        self._auditor.end(request_id)
 
     def has_work(self) -> bool:
-        return self._pending is not None or self._scheduler.has_work() or self._grammars.num_waiting > 0
+        users = self._pending is not None or self._scheduler.has_work() or self._grammars.num_waiting > 0
+        return users or self._auditor.has_work()
 
     def iterate(self) -> Outputs:
         """One iteration: at most one step and one prefill are launched, at most one step's results read."""
         deltas = self._add_compiled()
-        if self._pending is not None and self._pending.constrained:
-            # What such a row may choose next depends on what it chose last
+        if self._pending is not None and (self._pending.constrained or self._ladder.has_suspects):
+            # What a constrained row may choose next depends on what it chose last; a suspect, which is read at
+            # once, must not overtake what its own prefill told
             deltas += self._process(self._pending)
             self._pending = None
         plan = self._scheduler.schedule()
@@ -113,9 +139,14 @@ class Engine:
             seed = sequence.request.params.seed
             assert seed is not None, "add() gives each request a seed"
             self._runner.bind(sequence, seed)
-        self._runner.set_pages(plan.pages)
-        allowed = self._find_allowed(plan.rows)
-        step = self._runner.launch(plan.rows, allowed) if plan.rows else None
+        self._runner.state.set_pages(plan.pages)
+        suspects = [row for row in plan.rows if row.suspicion is not None]
+        rows = [row for row in plan.rows if row.suspicion is None] if suspects else plan.rows
+        allowed = self._find_allowed(rows)
+        step = self._runner.launch(rows, allowed) if rows else None
+        for suspect in suspects:
+            deltas += self._ladder.climb(suspect)
+            self._sync_steps["retry"] += self._overlap
         prefill = self._runner.prefill(plan.prefill) if plan.prefill else None
         # Of one known token there is nothing to prefill
         empty = [one for one in plan.bind if one.only_prefills and not one.prefill_end]
@@ -123,7 +154,29 @@ class Engine:
         deltas += self._fail_overdue()
         launched = _Launched(step, prefill, allowed is not None)
         deltas += self._collect(launched if step is not None or prefill is not None else None)
-        return Outputs(deltas=deltas, stats=self._stats())
+        deltas = self._tell_auditor(deltas)
+        stats = self._stats()
+        if not plan.prefill and not stats.requests_waiting:
+            self._audit_one(stats)
+        return Outputs(deltas=deltas, stats=stats)
+
+    def _audit_one(self, stats: StepStats) -> None:
+        """Queue an audit, if a slot is free and one is due."""
+        if stats.requests_running < self.info.max_num_seqs and (audit := self._auditor.due()) is not None:
+            self._scheduler.add(audit)
+
+    def _tell_auditor(self, deltas: list[TokenDelta]) -> list[TokenDelta]:
+        """Let the auditor see every delta; those of users' requests."""
+        if not self._auditor.is_watching:
+            return deltas
+        users = []
+        for delta in deltas:
+            if is_audit(delta.request_id):
+                self._auditor.conclude(delta)
+            else:
+                self._auditor.observe(delta)
+                users.append(delta)
+        return users
 
     def _add_compiled(self) -> list[TokenDelta]:
         """Queue the requests whose grammar is compiled; the ends of those whose grammar is refused."""
@@ -134,7 +187,7 @@ class Engine:
         ended = []
         for request, outcome in self._grammars.take():
             if isinstance(outcome, Constraint):
-                self._scheduler.add(request, outcome)
+                self._queue(request, outcome)
             else:
                 ended.append(
                     TokenDelta(
@@ -163,7 +216,7 @@ class Engine:
                 row.constraint, output, row_drafts, mask
             ):
                 self._overdue.append(row)
-        self._sync_steps += self._overlap
+        self._sync_steps["grammar"] += self._overlap
         return allowed
 
     def _fail_overdue(self) -> list[TokenDelta]:
@@ -181,30 +234,29 @@ class Engine:
         """Wait for what was launched; what it gave each request."""
         prefills = [] if launched.prefill is None else launched.prefill.results()
         rows = [] if launched.step is None else launched.step.results()
+        if launched.step is not None:
+            self._timings.append(launched.step.timing)
         told: list[RowResult | PrefillResult] = [*prefills, *rows]
-        for result in told:
-            self._runner.counts.update(events(result.flags) if result.flags else ())
-        deltas = [self._fail(result) for result in told if _is_fault(result)]
+        flagged = [result for result in told if result.flags and result.epoch == result.sequence.epoch]
+        for result in flagged:
+            self._runner.counts.update(dict.fromkeys(events(result.flags), 1))
+        deltas = self._ladder.trip([one for one in flagged if one.flags & HALTING], launched.step)
         deltas += self._scheduler.process_prefills(prefills)
         return deltas + self._scheduler.process(rows)
 
-    def _fail(self, result: RowResult | PrefillResult) -> TokenDelta:
-        """End a request whose logits were not finite; its epoch moves on, so nothing of it is kept."""
-        position, found = len(result.sequence.tokens), Flag(result.flags & HALTING).name
-        error = ErrorInfo("numerical_error", f"the model's output for token {position} is not finite ({found})")
-        delta, tainted = self._scheduler.fail(result.sequence, error)
-        if tainted:
-            self._runner.scrub(tainted)
-            self._runner.counts["nan_guard_pages_scrubbed", ()] += len(tainted)
-        return delta
-
     def _stats(self) -> StepStats:
         stats = self._scheduler.stats(self._runner.take_forwards())
-        waiting = stats.requests_waiting + self._grammars.num_waiting
-        sync_steps: dict[SyncReason, int] = {"grammar": self._sync_steps} if self._sync_steps else {}
-        self._sync_steps = 0
-        counts = self._runner.take_counts()
-        return msgspec.structs.replace(stats, requests_waiting=waiting, sync_steps=sync_steps, counts=counts)
+        timings, self._timings = self._timings, []
+        sync_steps, self._sync_steps = self._sync_steps, Counter()
+        return msgspec.structs.replace(
+            stats,
+            requests_waiting=stats.requests_waiting + self._grammars.num_waiting,
+            sync_steps={reason: count for reason, count in sync_steps.items() if count},
+            counts=self._runner.take_counts(),
+            graphs_disabled=self._runner.graphs.num_disabled if self._runner.graphs is not None else {},
+            step_gpu_seconds=[one.seconds for one in timings],
+            step_host_gap_seconds=[one.gap_seconds for one in timings if one.gap_seconds is not None],
+        )
 
     def close(self) -> None:
         """Wait for the device and drop what is in flight."""
@@ -214,9 +266,15 @@ class Engine:
             torch.cuda.synchronize()
 
 
-def _is_fault(result: RowResult | PrefillResult) -> bool:
-    """A halted row of a request that is still live as it was launched."""
-    return bool(result.flags & HALTING) and result.epoch == result.sequence.epoch
+def _bundles(parts: Parts, options: EngineOptions) -> TripBundles | None:
+    """Where trips are written down, if anywhere.
+
+    Raises:
+        ConfigError: The directory cannot be written.
+    """
+    if options.nan_bundle_dir is None:
+        return None
+    return TripBundles(BundleWriter(Path(options.nan_bundle_dir), options, parts.info), parts.runner)
 
 
 def _overdue(sequence: Sequence) -> ErrorInfo:

@@ -6,24 +6,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from engine.attention import AttentionBackend, PackedAttention
+from engine.audit import is_audit
+from engine.contract import GraphKey
 from engine.graph import VARIANTS, StepGraphs
 from engine.guard import Flag, classify
+from engine.kernels import fused, row_classes
 from engine.kv.pool import SCRATCH_PAGE, LatentPool
 from engine.layout import packed_layout
 from engine.model.loader import LoadedModel
-from engine.pending import PendingStep, device_logprobs
+from engine.pending import PendingStep, StepClock, StepRows, StepTiming, device_logprobs
 from engine.prompt_logprobs import PendingPrefill, score
-from engine.sampler import FULL, GREEDY, Variant, choose_variant
+from engine.sampler import FULL, GREEDY, choose_variant
 from engine.sequence import PrefillChunk, Sequence
-from engine.spec import SpeculativeStep, StepOutput
+from engine.spec import SpeculativeStep, StepOps, StepOutput
+from engine.staging import stage
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SlotState
+from engine.step_ops import PlainOps
 from engine.types import Count, ForwardCount, ForwardPath, ForwardPhase, ForwardReason, Progress
 
 MANY_TOKENS = 32
@@ -50,11 +54,11 @@ class Runner:
         hidden_size: int,
         eager_reason: ForwardReason = "no_graphs",
     ) -> None:
-        self._decoder = model.decoder
-        self._draft = model.draft if num_speculative_tokens else None
+        self.decoder = model.decoder
+        self.draft = model.draft if num_speculative_tokens else None
         self._backend = backend
-        self._pool = pool
-        self._state = state
+        self.pool = pool
+        self.state = state
         self._draft_reach = draft_reach
         self._hidden_size = hidden_size
         self._eager_reason = eager_reason
@@ -62,30 +66,29 @@ class Runner:
         self._stride = num_speculative_tokens + 1
         self._forwards: Counter[tuple[ForwardPhase, ForwardPath, ForwardReason]] = Counter()
         self.counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        self._graphs: StepGraphs | None = None
+        self.graphs: StepGraphs | None = None
+        self._clock = StepClock(self._device)
+        self._rows = StepRows.of([])
         self.step = SpeculativeStep(
-            decoder=self._decoder,
-            draft=self._draft,
+            decoder=self.decoder,
+            draft=self.draft,
             backend=backend,
             pool=pool,
             state=state,
             num_speculative_tokens=num_speculative_tokens,
+            ops=PlainOps(state, pool, num_speculative_tokens),
+            greedy_ops=_fused_ops(state, pool, num_speculative_tokens),
         )
 
     def bind(self, sequence: Sequence, seed: int) -> None:
         """Write a sequence's parameters and known tokens to its slot."""
         assert sequence.slot is not None, f"request {sequence.request.request_id} has no slot to bind"
-        self._state.bind(sequence.slot, sequence.tokens, sequence.num_prompt, sequence.request.params, seed)
+        self.state.bind(sequence.slot, sequence.tokens, sequence.num_prompt, sequence.request.params, seed)
 
-    def set_pages(self, updates: Seq[tuple[int, int, list[int]]]) -> None:
-        """Extend block tables: ``(slot, first index, page ids)``."""
-        for slot, first, page_ids in updates:
-            row = self._state.block_table[slot, first : first + len(page_ids)]
-            row.copy_(torch.tensor(page_ids, dtype=torch.int32), non_blocking=True)
-
+    @torch.inference_mode()
     def read_drafts(self, rows: Seq[Sequence]) -> list[list[int]]:
         """The drafts that the next step verifies for each row, after waiting for everything launched so far."""
-        core = self._state.core.index_select(0, self._slots(rows)).tolist()
+        core = self.state.core.index_select(0, self._slots(rows)).tolist()
         return [row[NEXT_TOKEN + 1 :][: row[NUM_DRAFTS]] for row in core]
 
     @torch.inference_mode()
@@ -95,35 +98,68 @@ class Runner:
         Args:
             allowed: Where one of them has a grammar: what they may choose (``SpeculativeStep.run``), on the host.
         """
-        # The upper bounds hold this step already
-        max_lens = tuple(self._reach(row.written_upper_bound) for row in rows)
-        params = [row.request.params for row in rows]
-        variant = choose_variant(params)
-        if allowed is not None:
-            variant = replace(variant, constrained=True)
+        step_rows = self._step_rows(rows)
+        started = self._clock.start()
         with self._threads_for(len(rows) * self._stride):
-            out = self._replay_or_run(rows, max_lens, variant, allowed)
+            out, graph = self._replay_or_run(step_rows, allowed)
+        timing = self._clock.stop(started)
         self.counts["nan_guard_rows_checked", ("verify",)] += len(rows) * self._stride
         self.counts["nan_guard_rows_checked", ("draft",)] += len(rows) * (self._stride - 1)
-        wanted = [place for place, p in enumerate(params) if p.logprobs is not None]
-        logprobs = device_logprobs(out.logits, out.packed, wanted) if wanted else None
-        return PendingStep([(row, row.epoch) for row in rows], out.packed, logprobs)
+        return self._pending(step_rows, out, timing, graph)
 
-    def _replay_or_run(
-        self, rows: Seq[Sequence], max_lens: tuple[int, ...], variant: Variant, allowed: Tensor | None
-    ) -> StepOutput:
+    @torch.inference_mode()
+    def retry(
+        self, row: Sequence, allowed: Tensor | None, *, verify_drafts: bool, reason: ForwardReason
+    ) -> PendingStep:
+        """One eager step of ``row`` alone, after a fault; with ``verify_drafts`` False, of its next token alone.
+
+        What halted the slot in an earlier try is cleared; what its prefill found is not.
+
+        Args:
+            allowed: As in ``launch``, ``[1, W or 1, words]``.
+        """
+        self.state.core[_slot(row), FLAGS] &= int(Flag.PREFILL_NAN | Flag.PREFILL_INF)
+        self._count("step", reason)
+        rows = self._step_rows([row])
+        started = self._clock.start()
+        with self._threads_for(self._stride):
+            out = self._run_eager(rows, allowed, verify_drafts)
+        return self._pending(rows, out, self._clock.stop(started), None)
+
+    def _step_rows(self, rows: Seq[Sequence]) -> StepRows:
+        """What a step needs to know of ``rows``; mostly they are those of the step before, and it is known."""
+        members = [(row, row.epoch) for row in rows]
+        if members != self._rows.members:
+            self._rows = StepRows.of(members)
+        return self._rows
+
+    def _pending(
+        self, rows: StepRows, out: StepOutput, timing: StepTiming, graph: GraphKey | None
+    ) -> PendingStep:
+        wanted = rows.with_logprobs
+        logprobs = device_logprobs(out.logits, out.packed, wanted) if wanted else None
+        return PendingStep(rows, out.packed, logprobs, timing, graph)
+
+    def _replay_or_run(self, rows: StepRows, allowed: Tensor | None) -> tuple[StepOutput, GraphKey | None]:
         """The step, replayed where a graph serves it; else eager, counted with the reason."""
         reason = self._eager_reason
-        if self._graphs is not None:
-            out = self._graphs.run([_slot(row) for row in rows], variant, allowed)
-            if isinstance(out, StepOutput):
+        if self.graphs is not None:
+            out = self.graphs.run(rows.slots, rows.variant(allowed is not None), allowed)
+            if not isinstance(out, str):
                 self._forwards["step", "replay", "none"] += 1
                 return out
             reason = out
         self._count("step", reason)
+        return self._run_eager(rows, allowed), None
+
+    def _run_eager(self, rows: StepRows, allowed: Tensor | None, verify_drafts: bool = True) -> StepOutput:
+        # The upper bounds hold this step already
+        max_lens = tuple(self._reach(row.written_upper_bound) for row, _ in rows.members)
+        variant = rows.variant(allowed is not None)
+        slots = stage(rows.slots, torch.int64, self._device)
         if allowed is not None:
-            allowed = allowed.to(self._device, non_blocking=True)
-        return self.step.run(self._slots(rows), max_lens, variant, allowed)
+            allowed = stage(allowed, allowed.dtype, self._device)
+        return self.step.run(slots, max_lens, variant, allowed, verify_drafts=verify_drafts)
 
     @torch.inference_mode()
     def capture(
@@ -132,18 +168,25 @@ class Runner:
         """Capture the step for every bucket up to ``max_rows``."""
         graphs = StepGraphs(
             self.step,
-            self._state,
-            self._pool,
+            self.state,
+            self.pool,
+            self._backend,
             stride=self._stride,
-            backend=self._backend.name,
             hidden_size=self._hidden_size,
             max_rows=max_rows,
             mode=mode,
             counts=self.counts,
         )
         graphs.capture(VARIANTS, progress)
-        self._pool.scrub([SCRATCH_PAGE])
-        self._graphs = graphs
+        self.pool.scrub([SCRATCH_PAGE])
+        self.graphs = graphs
+
+    @torch.inference_mode()
+    def capture_again(self, key: GraphKey, failed: object) -> None:
+        """Replace a capture whose replay failed where the same step run eager did not."""
+        assert self.graphs is not None, "without graphs there is no replay to fail"
+        self.graphs.capture_again(key, failed)
+        self.pool.scrub([SCRATCH_PAGE])
 
     @torch.inference_mode()
     def prefill(self, chunks: Seq[PrefillChunk]) -> PendingPrefill | None:
@@ -152,13 +195,15 @@ class Runner:
         Returns:
             What to read of them, if anything; it is not waited for.
         """
+        self._clock.interrupt()
         slots = self._slots([chunk.sequence for chunk in chunks])
         spans = [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         shifted = [token for chunk in chunks for token in chunk.shifted_ids]
         with self._threads_for(len(tokens)):
             target_hidden, hidden = self._forward_packed(slots, spans, tokens, shifted)
-        self._count("prefill", "prefill")
+        audit = all(is_audit(chunk.sequence.request.request_id) for chunk in chunks)
+        self._count("prefill", "audit" if audit else "prefill")
         self.counts["nan_guard_rows_checked", ("prefill",)] += len(tokens)
         with self._threads_for(len(chunks)):
             self._begin(chunks, spans, hidden)
@@ -171,17 +216,23 @@ class Runner:
             return None
         parts = hidden.split([len(chunk.token_ids) for chunk in chunks])
         scores = [
-            score(self._decoder, self._state.vocab_size, parts[place], chunks[place].shifted_ids)
+            score(self.decoder, self.state.vocab_size, parts[place], chunks[place].shifted_ids)
             if chunks[place].sequence.needs_prompt_logits
             else None
             for place in telling
         ]
-        flags = self._state.core[:, FLAGS].index_select(0, slots[telling])
+        places = stage(telling, torch.int64, self._device)
+        flags = self.state.core[:, FLAGS].index_select(0, slots.index_select(0, places))
+        spoilt = [
+            one.own.isnan().any() if one is not None else flags.new_zeros((), dtype=torch.bool)
+            for one in scores
+        ]
+        flags = flags | torch.stack(spoilt) * int(Flag.PREFILL_NAN)
         return PendingPrefill([chunks[place] for place in telling], flags, scores)
 
     def scrub(self, page_ids: list[int]) -> None:
         """Zero pages that a fault may have tainted, after everything launched so far."""
-        self._pool.scrub(page_ids)
+        self.pool.scrub(page_ids)
 
     def _forward_packed(
         self, slots: Tensor, spans: list[tuple[int, int]], tokens: list[int], shifted: list[int]
@@ -191,35 +242,38 @@ class Runner:
         Returns:
             The target's states and the last model's, ``[N, H]`` each.
         """
-        device, size = self._device, self._pool.page_size
+        device, size = self._device, self.pool.page_size
         lengths = [end - start for start, end in spans]
         layout = packed_layout(lengths, [start for start, _ in spans])
-        table = self._state.block_table.index_select(0, slots)[:, : self._width(max(end for _, end in spans))]
-        positions = torch.cat([torch.arange(start, end) for start, end in spans]).to(device)
-        owners = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths)).to(device)
+        table = self.state.block_table.index_select(0, slots)[:, : self._width(max(end for _, end in spans))]
+        spread = torch.cat([torch.arange(start, end) for start, end in spans])
+        positions = stage(spread, torch.int64, device)
+        owners = stage(
+            torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths)), torch.int64, device
+        )
         write_slots = table[owners, positions // size].to(torch.int64) * size + positions % size
-        attention = PackedAttention(self._backend, self._pool, layout, table, write_slots)
-        hidden: Tensor = self._decoder(torch.tensor(tokens, device=device), positions, attention)
-        self._state.raise_flags(slots, owners, classify(hidden, Flag.PREFILL_NAN, Flag.PREFILL_INF))
-        if self._draft is None:
+        attention = PackedAttention(self._backend, self.pool, layout, table, write_slots)
+        hidden: Tensor = self.decoder(stage(tokens, torch.int64, device), positions, attention)
+        self.state.raise_flags(slots, owners, classify(hidden, Flag.PREFILL_NAN, Flag.PREFILL_INF))
+        if self.draft is None:
             return hidden, hidden
-        return hidden, self._draft(hidden, torch.tensor(shifted, device=device), positions, attention)
+        return hidden, self.draft(hidden, stage(shifted, torch.int64, device), positions, attention)
 
     def _begin(self, chunks: Seq[PrefillChunk], spans: list[tuple[int, int]], draft_hidden: Tensor) -> None:
         """Start the slots whose prefill is complete, with drafts where there is a draft model."""
         last_rows = torch.tensor([end - start for start, end in spans]).cumsum(0) - 1
         done = [place for place, chunk in enumerate(chunks) if chunk.is_last]
         for place in done:
-            self._state.start(chunks[place].slot, spans[place][1])
-        if self._draft is None or not done:
+            self.state.start(chunks[place].slot, spans[place][1])
+        if self.draft is None or not done:
             return
         sequences = [chunks[place].sequence for place in done]
-        hidden = draft_hidden.index_select(0, last_rows[done].to(self._device))
+        hidden = draft_hidden.index_select(0, stage(last_rows[done], torch.int64, self._device))
         max_lens = tuple(self._reach(spans[place][1]) for place in done)
         variant = choose_variant([sequence.request.params for sequence in sequences])
         reason: ForwardReason | None = self._eager_reason
-        if self._graphs is not None:
-            reason = self._graphs.begin([_slot(one) for one in sequences], variant, hidden)
+        if self.graphs is not None:
+            reason = self.graphs.begin([_slot(one) for one in sequences], variant, hidden)
         if reason is None:
             self._forwards["draft", "replay", "none"] += 1
             return
@@ -228,19 +282,25 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, prefill_tokens: int) -> None:
-        """Run every phase once on the padding slot, so that the first request meets warm kernels.
+        """Run every phase on the padding slot, so that requests meet warm kernels: none is compiled for them.
 
         Everything is written to the scratch page, which is zeroed again. On a GPU the step has as many rows as
         there are slots: the KV pool gets the memory that is left beside it.
         """
-        count = self._state.num_slots if self._device.type == "cuda" else 1
-        slots = torch.full((count,), self._state.padding_slot, dtype=torch.int64, device=self._device)
-        longest = self._state.block_table.shape[1] * self._pool.page_size
-        tokens = [0] * prefill_tokens
-        self._forward_packed(slots, [(0, prefill_tokens)], tokens, tokens)
-        for variant in (GREEDY, FULL):
-            self.step.run(slots, (longest,) * count, variant)
-        self._pool.scrub([SCRATCH_PAGE])
+        compiled = fused(self.pool.pages)
+        most = self.state.num_slots if compiled else 1
+        slots = torch.full((most,), self.state.padding_slot, dtype=torch.int64, device=self._device)
+        longest = self.state.block_table.shape[1] * self.pool.page_size
+        for count in row_classes(prefill_tokens) if compiled else [prefill_tokens]:
+            tokens = [0] * count
+            self._forward_packed(slots[:1], [(0, count)], tokens, tokens)
+        for count in row_classes(most):
+            self.step.run(slots[:count], (longest,) * count, GREEDY)
+            if compiled and self.draft is not None:
+                hidden = self.pool.pages.new_zeros((count, self._hidden_size))
+                self.step.begin(slots[:count], (longest,) * count, GREEDY, hidden)
+        self.step.run(slots, (longest,) * most, FULL)
+        self.pool.scrub([SCRATCH_PAGE])
 
     def take_forwards(self) -> list[ForwardCount]:
         """Forwards since the last call."""
@@ -271,15 +331,24 @@ class Runner:
             torch.set_num_threads(before)
 
     def _slots(self, rows: Seq[Sequence]) -> Tensor:
-        return torch.tensor([row.slot for row in rows], dtype=torch.int64).to(self._device)
+        return stage([_slot(row) for row in rows], torch.int64, self._device)
 
     def _reach(self, written: int) -> int:
         """Positions that a step touches behind ``written`` ones, of those that a block table can name."""
-        return min(written + self._draft_reach, self._state.block_table.shape[1] * self._pool.page_size)
+        return min(written + self._draft_reach, self.state.block_table.shape[1] * self.pool.page_size)
 
     def _width(self, positions: int) -> int:
         """Pages of a block-table row that cover ``positions``."""
-        return min(-(-positions // self._pool.page_size), self._state.block_table.shape[1])
+        return min(-(-positions // self.pool.page_size), self.state.block_table.shape[1])
+
+
+def _fused_ops(state: SlotState, pool: LatentPool, num_speculative_tokens: int) -> StepOps | None:
+    """The fused operators of greedy steps, on a GPU."""
+    if not fused(pool.pages):
+        return None
+    from engine.kernels.step import GreedyOps  # Triton is no part of a CPU installation
+
+    return GreedyOps(state, pool, num_speculative_tokens)
 
 
 def _slot(row: Sequence) -> int:

@@ -17,6 +17,7 @@ from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from engine.audit import is_audit
 from engine.errors import RequestError
 from engine.kv.manager import KvManager
 from engine.kv.prefix import Digest, sha256
@@ -26,6 +27,7 @@ from engine.types import ErrorInfo, FinishReason, ForwardCount, Request, StepSta
 
 if TYPE_CHECKING:
     from engine.grammar.walker import Constraint
+    from engine.ladder import Suspicion
 
 __all__ = ["Plan", "PrefillChunk", "RowResult", "Scheduler", "SchedulerConfig", "Sequence"]
 
@@ -49,6 +51,7 @@ class Scheduler:
     ) -> None:
         self.config = config
         self._clock = clock
+        self._room = config.room
         self._kv = KvManager(
             num_pages=config.num_pages,
             page_size=config.page_size,
@@ -121,11 +124,25 @@ class Scheduler:
         Returns:
             Its last delta, and the pages that only it held and wrote: their content must be zeroed before reuse.
         """
-        own = sequence.pages[sequence.num_hit_blocks :]
-        tainted = [page for page in own if self._kv.pages.references(page) == 1]
+        tainted = self._kv.own_pages(sequence)
         request_id = sequence.request.request_id
         self.release(sequence, publish=False)
         return TokenDelta(request_id=request_id, token_ids=[], finish_reason="error", error=error), tainted
+
+    def rebuild(self, sequence: Sequence, suspicion: Suspicion) -> list[int]:
+        """Put a live request back to the queue after a fault: all its KV is computed anew, into other pages.
+
+        Returns:
+            The pages that only it held and wrote: their content must be zeroed before reuse.
+        """
+        tainted = self._kv.own_pages(sequence)
+        self._kv.withdraw(sequence)
+        self._vacate(sequence)
+        insort(self._waiting, sequence, key=_order)
+        sequence.matched = []
+        sequence.rebuilt = True
+        sequence.suspicion = suspicion
+        return tainted
 
     def has_work(self) -> bool:
         return bool(self._live)
@@ -178,8 +195,8 @@ class Scheduler:
     def stats(self, forwards: list[ForwardCount] | None = None) -> StepStats:
         """State now and counts since the last call; ``forwards`` is the runner's part."""
         stats = StepStats(
-            requests_running=len(self._running),
-            requests_waiting=len(self._waiting),
+            requests_running=len(self._running) - _num_audits(self._running),
+            requests_waiting=len(self._waiting) - _num_audits(self._waiting),
             pages_used=self._kv.pages.num_used,
             pages_cached=self._kv.pages.num_cached,
             pages_free=self._kv.pages.num_free,
@@ -218,15 +235,8 @@ class Scheduler:
 
     def _grow_rows(self) -> list[Sequence]:
         """The bound sequences that can step, each owning pages for one more step."""
-        rows = []
-        index = 0
         # Oldest first; whoever gives way is the last of the list, so what was already passed stays.
-        while index < len(self._running):
-            sequence = self._running[index]
-            if sequence.may_step and self._grow(sequence):
-                rows.append(sequence)
-            index += 1
-        return rows
+        return [sequence for sequence in self._running if sequence.may_step and self._grow(sequence)]
 
     def _grow(self, sequence: Sequence) -> bool:
         """Own pages for one more step, taking them from the youngest if need be.
@@ -235,6 +245,8 @@ class Scheduler:
         result lowers the upper bound. The oldest without a step in flight always can: alone, it fits.
         """
         missing = self._kv.num_missing(sequence, self._reach(sequence))
+        if not missing:
+            return True
         while missing > self._kv.pages.num_available:
             if sequence.steps_in_flight:
                 return False
@@ -247,7 +259,7 @@ class Scheduler:
 
     def _reach(self, sequence: Sequence) -> int:
         """Positions that must have a page before one more step is launched; later ones are never kept."""
-        return min(sequence.written_upper_bound + self.config.room, self.config.max_model_len)
+        return min(sequence.written_upper_bound + self._room, self.config.max_model_len)
 
     def _page_updates(self) -> list[tuple[int, int, list[int]]]:
         updates = []
@@ -263,7 +275,7 @@ class Scheduler:
         """Back to the queue with the tokens it has; it resumes by prefill."""
         self._vacate(sequence)
         insort(self._waiting, sequence, key=_order)
-        self._preemptions += 1
+        self._preemptions += not is_audit(sequence.request.request_id)
 
     def _vacate(self, sequence: Sequence) -> None:
         """The only place where pages and slots go back."""
@@ -324,7 +336,8 @@ class Scheduler:
         if sequence.scheduled_time is None:
             sequence.scheduled_time = self._clock()
             sequence.num_cached_tokens = sequence.prefilled
-            self._prompt_tokens += sequence.num_prompt
+            if not is_audit(sequence.request.request_id):
+                self._prompt_tokens += sequence.num_prompt
             if self.config.prefix_cache and not sequence.needs_prompt_logits:
                 self._queried_tokens += sequence.num_prompt
                 self._hit_tokens += sequence.prefilled
@@ -388,6 +401,11 @@ def _dead_end(sequence: Sequence) -> ErrorInfo:
     spec = sequence.request.params.grammar
     message = "no token of the model can continue the output as the grammar wants it"
     return ErrorInfo("invalid_request", message, spec.param if spec is not None else None)
+
+
+def _num_audits(queue: list[Sequence]) -> int:
+    """One at most is live, and stands behind all others."""
+    return int(bool(queue) and is_audit(queue[-1].request.request_id))
 
 
 def _order(sequence: Sequence) -> tuple[int, float, int]:

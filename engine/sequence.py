@@ -10,6 +10,7 @@ from engine.types import FinishReason, Request, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.grammar.walker import Constraint
+    from engine.ladder import Suspicion
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +63,11 @@ class Sequence:
     """While waiting: the longest published chain, as of ``match_generation`` of the prefix cache."""
     match_generation: int = -1
 
+    suspicion: Suspicion | None = None
+    """After a fault: how its next step is to be run, alone."""
+    rebuilt: bool = False
+    """After a fault its KV is computed anew, whole: nothing of it comes from the prefix cache."""
+
     scheduled_time: float | None = None
     """When it first left the queue, monotonic seconds."""
     num_cached_tokens: int = 0
@@ -82,6 +88,11 @@ class Sequence:
     def needs_prompt_logits(self) -> bool:
         """Its prefill gives log-probabilities too, so that it must compute every position of the prompt."""
         return self.prompt_logprobs is not None and not self.has_emitted
+
+    @property
+    def uses_cache(self) -> bool:
+        """Leading blocks may come from the prefix cache."""
+        return not self.needs_prompt_logits and not self.rebuilt
 
     @property
     def only_prefills(self) -> bool:
@@ -106,7 +117,7 @@ class Sequence:
     @property
     def may_step(self) -> bool:
         """Prefilled, and not certain to end by the steps in flight (each emits at least one token)."""
-        return self.left_to_prefill == 0 and len(self.tokens) + self.steps_in_flight < self.limit
+        return self.prefilled == self.prefill_end and len(self.tokens) + self.steps_in_flight < self.limit
 
     def next_chunk(self, count: int) -> PrefillChunk:
         """Order the next ``count`` positions to be prefilled."""
@@ -124,21 +135,17 @@ class Sequence:
 
     def cut(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
         """The part of a step's tokens that the request keeps, and the reason to end with it, if any."""
-        kept, reason = self._cut_at_limits(token_ids)
-        if self.constraint is None:
-            return kept, reason
-        count, ended = self.constraint.keep(kept)
-        if not ended:
-            return kept, reason
-        return kept[:count], "stop" if self.constraint.is_complete else "error"
-
-    def _cut_at_limits(self, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
-        kept = token_ids[: self.limit - len(self.tokens)]
-        if self.stop_ids:
-            for index, token in enumerate(kept):
-                if token in self.stop_ids:
-                    return kept[: index + 1], "stop"
-        return kept, "length" if len(self.tokens) + len(kept) == self.limit else None
+        left = self.limit - len(self.tokens)
+        kept = token_ids[:left]
+        reason: FinishReason | None = None if len(token_ids) < left else "length"
+        if not self.stop_ids.isdisjoint(kept):
+            end = next(index for index, token in enumerate(kept) if token in self.stop_ids)
+            kept, reason = kept[: end + 1], "stop"
+        if self.constraint is not None:
+            count, ended = self.constraint.keep(kept)
+            if ended:
+                return kept[:count], "stop" if self.constraint.is_complete else "error"
+        return kept, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +179,12 @@ class Plan:
     """To run after the step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowResult:
-    """What the device says of one row of one launched step."""
+    """What the device says of one row of one launched step.
+
+    Not frozen: that takes four times as long to make, and there is one a row and step.
+    """
 
     sequence: Sequence
     epoch: int

@@ -191,6 +191,7 @@ def _without_counts(stats: StepStats) -> StepStats:
         pages_cached=stats.pages_cached,
         pages_free=stats.pages_free,
         forwards=[],
+        graphs_disabled=stats.graphs_disabled,
     )
 
 

@@ -45,9 +45,9 @@ class KvManager:
         """Set ``sequence.matched`` for a waiting sequence, anew only if the cache changed.
 
         One known position at least is left to prefill, so that the first step has the same drafts as without
-        the cache. One that needs its prompt's logits matches nothing.
+        the cache. One that needs its prompt's logits, or was rebuilt after a fault, matches nothing.
         """
-        if not self.prefix_cache or sequence.needs_prompt_logits:
+        if not self.prefix_cache or not sequence.uses_cache:
             return
         if sequence.match_generation == self.cache.generation:
             return
@@ -62,7 +62,7 @@ class KvManager:
         end = (index + 1) * self.page_size
         if not self.prefix_cache or not other.publishable or len(other.blocks) > index:
             return False
-        if sequence.needs_prompt_logits:
+        if not sequence.uses_cache:
             return False
         if len(sequence.tokens) - 2 < end or other.prefill_end < end:
             return False
@@ -87,7 +87,8 @@ class KvManager:
 
     def num_missing(self, sequence: Sequence, positions: int) -> int:
         """Pages that ``sequence`` lacks to hold ``positions``."""
-        return max(self.pages_for(positions) - len(sequence.pages), 0)
+        missing = self.pages_for(positions) - len(sequence.pages)
+        return missing if missing > 0 else 0
 
     def grow(self, sequence: Sequence, count: int) -> None:
         sequence.pages += self.pages.allocate(count)
@@ -121,6 +122,11 @@ class KvManager:
         self.pages.release([sequence.pages[index]])
         sequence.pages[index] = page
         sequence.num_pages_synced = min(sequence.num_pages_synced, index)
+
+    def own_pages(self, sequence: Sequence) -> list[int]:
+        """Pages that ``sequence`` wrote and nobody else holds."""
+        own = sequence.pages[sequence.num_hit_blocks :]
+        return [page for page in own if self.pages.references(page) == 1]
 
     def withdraw(self, sequence: Sequence) -> None:
         """After a fault: what ``sequence`` published, and all built on it, cannot be matched any more."""

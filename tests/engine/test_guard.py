@@ -44,7 +44,9 @@ def _before(f1: F1, token: int, steps: int) -> int:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("prompt", [[NAN_TOKEN], [4, NAN_TOKEN], [NAN_TOKEN, 4], [4] * 40 + [NAN_TOKEN] + [5] * 9])
+@pytest.mark.parametrize(
+    "prompt", [[NAN_TOKEN], [4, NAN_TOKEN], [NAN_TOKEN, 4], [4] * 40 + [NAN_TOKEN] + [5] * 9]
+)
 def test_f3_a_poisoned_prompt_ends_with_an_error_and_its_neighbours_do_not_notice(
     f3: F1, prompt: list[int], schedule: str
 ) -> None:
@@ -58,7 +60,7 @@ def test_f3_a_poisoned_prompt_ends_with_an_error_and_its_neighbours_do_not_notic
     assert bad[0].token_ids == [] and bad[0].error is not None and bad[0].error.code == "numerical_error"
     good = [token for delta in deltas if delta.request_id == "neighbour" for token in delta.token_ids]
     assert good == f3.walk(start, 20)
-    assert torch.isfinite(engine._runner._pool.pages).all()
+    assert torch.isfinite(engine._runner.pool.pages).all()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -87,7 +89,7 @@ def test_pages_of_a_poisoned_request_are_zeroed_and_not_published(f3: F1, schedu
     _deltas(engine)
     stats = engine._scheduler.stats()
     assert stats.pages_cached == 0
-    assert not engine._runner._pool.pages[:, 1:].any()
+    assert not engine._runner.pool.pages[:, 1:].any()
     clean = generate(engine, [prompt[:32]], greedy(9))[0]
     assert clean.token_ids == f3.walk(7, 9) and clean.num_cached_tokens == 0
 
@@ -112,20 +114,6 @@ def _poison_logits(
         return out
 
     monkeypatch.setattr(model, "logits", logits)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("row", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_b16_a_verify_row_that_decides_a_token_ends_its_request(
-    f1: F1, row: int, value: float, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(f1.path, schedule=schedule)
-    _poison_logits(engine, "target", when=2, row=row, value=value, monkeypatch=monkeypatch)
-    engine.add(request("a", [5, 9], greedy(30)))
-    deltas = _deltas(engine)
-    assert [token for delta in deltas for token in delta.token_ids] == f1.walk(9, 4)
-    assert deltas[-1].finish_reason == "error"
 
 
 def test_b16_a_verify_row_past_the_accepted_ones_is_ignored(

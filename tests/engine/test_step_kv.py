@@ -29,7 +29,7 @@ def _running(engine: Engine) -> list[Sequence]:
 
 def _latents(engine: Engine, sequence: Sequence, count: int) -> Tensor:
     """``[planes, count, latent_dim]``: what the pool holds for a sequence's first positions."""
-    pages = engine._runner._pool.pages[:, torch.tensor(sequence.pages)]
+    pages = engine._runner.pool.pages[:, torch.tensor(sequence.pages)]
     return pages.flatten(1, 2)[:, :count].clone()
 
 
@@ -81,14 +81,14 @@ def _mid_generation(path: Path) -> Engine:
 def test_a3_padding_rows_touch_only_the_scratch_page(path: Path, variant: Variant) -> None:
     engine = _mid_generation(path)
     runner = engine._runner
-    pool, state = runner._pool, runner._state
+    pool, state = runner.pool, runner.state
     running = _running(engine)
     owned = {page for sequence in running for page in sequence.pages}
     spare = [page for page in range(1, pool.num_pages) if page not in owned]
     pool.pages[:, torch.tensor(spare)] = 7.25
     live = torch.tensor([sequence.slot for sequence in running])
     padded = torch.cat([live, torch.full((5,), state.padding_slot)])
-    max_len = state.block_table.shape[1] * runner._pool.page_size
+    max_len = state.block_table.shape[1] * runner.pool.page_size
     before, core = pool.pages.clone(), state.core.clone()
     with torch.inference_mode():
         straight = runner.step.run(live, (max_len,) * len(live), variant).packed.clone()
@@ -106,9 +106,9 @@ def test_a3_padding_rows_touch_only_the_scratch_page(path: Path, variant: Varian
 def test_the_whole_step_traces_without_a_look_at_a_value(path: Path, k: int, variant: Variant) -> None:
     """Fake tensors have no data: an ``.item()`` or a branch on a value inside the step would raise."""
     engine = make_engine(path, num_speculative_tokens=k)
-    step, state = engine._runner.step, engine._runner._state
+    step, state = engine._runner.step, engine._runner.state
     slots = torch.tensor([0, state.padding_slot])
-    max_len = state.block_table.shape[1] * engine._runner._pool.page_size
+    max_len = state.block_table.shape[1] * engine._runner.pool.page_size
     with torch.no_grad():
         step.run(slots, (max_len,) * 2, variant)  # fills the layouts' cache with real tensors
         graph = make_fx(

@@ -1,0 +1,288 @@
+"""A tripped request is rebuilt, and run again alone until the cause is known (invariant I5)."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.graph import DISABLE_AFTER, StepGraphs
+from engine.guard import HALTING
+from engine.sampler import GREEDY
+from engine.types import SamplingParams, TokenDelta
+from tests.engine.drive import check_pages, greedy, make_engine, request
+from tests.fixtures.checkpoints import F1, build_f1
+
+SCHEDULES = ["sync", "overlap"]
+VALUES = [math.nan, math.inf, -math.inf]
+Counts = Counter[tuple[str, tuple[str, ...]]]
+
+
+def _serve(
+    engine: Engine, *requests: tuple[str, list[int], SamplingParams]
+) -> tuple[list[TokenDelta], Counts]:
+    """Everything that the requests got, what was counted, and forwards as ``(path, reason)`` counts."""
+    for name, prompt, params in requests:
+        engine.add(request(name, prompt, params))
+    deltas: list[TokenDelta] = []
+    counts: Counts = Counter()
+    while engine.has_work():
+        outputs = engine.iterate()
+        deltas += outputs.deltas
+        counts.update({(one.name, one.labels): one.value for one in outputs.stats.counts})
+        for forward in outputs.stats.forwards:
+            if forward.phase == "step":
+                counts["steps", (forward.path, forward.reason)] += forward.count
+        for reason, count in outputs.stats.sync_steps.items():
+            counts["sync_steps", (reason,)] += count
+        engine._scheduler.check()
+    check_pages(engine)
+    return deltas, counts
+
+
+def _tokens(deltas: list[TokenDelta], name: str) -> list[int]:
+    return [token for delta in deltas if delta.request_id == name for token in delta.token_ids]
+
+
+def _poison(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    when: Callable[[Tensor, int], bool],
+    value: float,
+    row: int,
+) -> None:
+    """Overwrite one row of the target's logits where ``when(hidden, number of the call)``."""
+    decoder = engine._runner.step._decoder
+    original = decoder.logits
+    calls = 0
+
+    def logits(hidden: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        out = original(hidden)
+        if when(hidden, calls):
+            out = out.clone()
+            out[row if out.shape[0] > abs(row) else 0, 3] = value
+        return out
+
+    monkeypatch.setattr(decoder, "logits", logits)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_fault_of_one_eager_step_costs_that_step_and_nothing_else(
+    f1: F1, row: int, value: float, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager with drafts was answered by the step itself: the next token alone is what is left to try."""
+    engine = make_engine(f1.path, schedule=schedule)
+    _poison(engine, monkeypatch, lambda _, call: call == 2, value, row)
+    deltas, counts = _serve(engine, ("a", [5, 9], greedy(30)))
+    assert _tokens(deltas, "a") == f1.walk(9, 30) and deltas[-1].finish_reason == "length"
+    kind = "nan" if math.isnan(value) else "inf"
+    assert counts["nan_guard_trips", ("verify", kind)] == 1
+    assert counts["nan_guard_actions", ("retried", "draft_token")] == 1
+    assert counts["steps", ("eager", "retry")] == 1
+    assert counts["sync_steps", ("retry",)] == (schedule == "overlap")
+    assert counts["nan_guard_pages_scrubbed", ()] > 0
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("params", [greedy(30), SamplingParams(max_tokens=30, temperature=0.3, seed=4)])
+def test_drafts_that_the_target_cannot_bear_are_left_out(
+    f1: F1, schedule: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step with drafts fails: each token then comes from a step of its own, and all are right."""
+    engine = make_engine(f1.path, schedule=schedule)
+    _poison(engine, monkeypatch, lambda hidden, _: hidden.shape[0] > 1, math.nan, 0)
+    deltas, counts = _serve(engine, ("a", [5, 9], params))
+    assert _tokens(deltas, "a") == f1.walk(9, 30)
+    assert (
+        counts["nan_guard_actions", ("retried", "draft_token")]
+        == counts["nan_guard_trips", ("verify", "nan")]
+        == 30
+    )
+    assert all(delta.num_drafts == 0 for delta in deltas)
+
+
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_model_without_an_answer_ends_the_request_and_no_other(
+    f1: F1, schedule: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(f1.path, schedule=schedule)
+    faulty = [False]
+
+    def when(hidden: Tensor, call: int) -> bool:
+        # From the third call on: the second request's first row, and whoever runs alone
+        faulty[0] |= call >= 3 and hidden.shape[0] == 8
+        return faulty[0] and hidden.shape[0] in (1, 8)
+
+    _poison(engine, monkeypatch, when, value, row=-4)
+    deltas, counts = _serve(engine, ("a", [5, 9], greedy(30)), ("b", [7, 11], greedy(30)))
+    assert _tokens(deltas, "a") == f1.walk(9, 30)
+    last = [delta for delta in deltas if delta.request_id == "b"][-1]
+    assert last.finish_reason == "error" and last.error is not None and last.error.code == "numerical_error"
+    emitted = _tokens(deltas, "b")
+    assert emitted == f1.walk(11, 30)[: len(emitted)]
+    assert counts["nan_guard_actions", ("failed", "model")] == 1
+    assert torch.isfinite(engine._runner.pool.pages).all()
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def captured(f1: F1, request: pytest.FixtureRequest) -> Engine:
+    options = {"graphs": "simulate", "max_num_seqs": 2, "prefix_cache": False, "schedule": request.param}
+    with pytest.MonkeyPatch.context() as only:
+        only.setattr("engine.runner.VARIANTS", (GREEDY,))
+        return make_engine(f1.path, **options)
+
+
+def _graphs(engine: Engine) -> StepGraphs:
+    graphs = engine._runner.graphs
+    assert graphs is not None
+    return graphs
+
+
+class _Poisoned:
+    """A captured step whose first tripped replay runs with the embedding of one token not finite."""
+
+    def __init__(self, inner: Any, weight: Tensor, token: int, value: float) -> None:
+        self._inner, self._weight, self._token, self._value = inner, weight, token, value
+        self._armed = True
+
+    def replay(self) -> tuple[Tensor, ...]:
+        clean = self._weight[self._token].clone()
+        if self._armed:
+            self._weight[self._token] = self._value
+        out: tuple[Tensor, ...] = self._inner.replay()
+        self._weight[self._token] = clean
+        self._armed &= not (out[0][:, -1] & int(HALTING)).any()
+        return out
+
+
+@pytest.mark.parametrize("distance", [1, 2, 3, 4])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_fault_of_the_replay_alone_replaces_the_graph_and_the_request_goes_on(
+    f1: F1, captured: Engine, distance: int, value: float
+) -> None:
+    """The token stands at each place of a run; both requests of the step are tripped by it."""
+    graphs = _graphs(captured)
+    graphs._faults.clear()
+    [key] = [
+        key for key in graphs._captured if key.phase == "step" and key.rows == 2 and key.variant == GREEDY
+    ]
+    contract, inner = graphs._captured[key]
+    weight = captured._runner.step._decoder.embedding.weight
+    poisoned = _Poisoned(inner, weight, f1.walk(9, 8 + distance)[-1], value)
+    graphs._captured[key] = (contract, poisoned)
+    deltas, counts = _serve(captured, ("a", [5, 9], greedy(24)), ("b", [5, 9], greedy(24)))
+    for name in "ab":
+        assert _tokens(deltas, name) == f1.walk(9, 24)
+    # A poisoned embedding trips drafts too; those cost acceptance only
+    trips = sum(counts["nan_guard_trips", ("verify", kind)] for kind in ("nan", "inf"))
+    assert trips == counts["nan_guard_actions", ("retried", "replay")] == 2
+    assert graphs._captured[key][1] is not poisoned
+    assert graphs.num_disabled == {}
+
+
+def test_a_graph_that_keeps_failing_is_given_up(f1: F1, captured: Engine) -> None:
+    graphs = _graphs(captured)
+    graphs._faults.clear()
+    [key] = [
+        key for key in graphs._captured if key.phase == "step" and key.rows == 1 and key.variant == GREEDY
+    ]
+    for expected in range(1, DISABLE_AFTER + 1):
+        captured._runner.capture_again(key, graphs.capture_of(key))
+        assert graphs.num_disabled == ({"step": 1} if expected == DISABLE_AFTER else {})
+    deltas, counts = _serve(captured, ("a", [5, 9], greedy(9)))
+    assert _tokens(deltas, "a") == f1.walk(9, 9)
+    assert counts["steps", ("eager", "disabled")] > 0 and not counts["steps", ("replay", "none")]
+
+
+def test_one_replay_that_trips_many_rows_is_one_fault(f1: F1, captured: Engine) -> None:
+    graphs = _graphs(captured)
+    graphs._faults.clear()
+    [key] = [
+        key for key in graphs._captured if key.phase == "step" and key.rows == 2 and key.variant == GREEDY
+    ]
+    failed = graphs.capture_of(key)
+    for _ in range(DISABLE_AFTER):
+        captured._runner.capture_again(key, failed)
+    assert graphs._faults[key] == 1 and graphs.num_disabled == {}
+
+
+def test_a_capture_that_fails_costs_the_graph_and_not_the_engine(
+    f1: F1, captured: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = _graphs(captured)
+    graphs._faults.clear()
+    [key] = [
+        key for key in graphs._captured if key.phase == "step" and key.rows == 1 and key.variant == GREEDY
+    ]
+
+    def fail(_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(graphs, "_capture_one", fail)
+        captured._runner.capture_again(key, graphs.capture_of(key))
+    assert graphs.num_disabled == {"step": 1}
+    deltas, _ = _serve(captured, ("a", [5, 9], greedy(9)))
+    assert _tokens(deltas, "a") == f1.walk(9, 9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_suspect_does_not_overtake_what_its_prefill_told(
+    f1: F1, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first step trips while the scores of the rebuilt prompt's last chunk are not read yet."""
+    engine = make_engine(f1.path, schedule=schedule, prefill_chunk_size=3)
+    _poison(engine, monkeypatch, lambda hidden, call: hidden.shape[0] == 4 and not tripped, math.nan, 0)
+    tripped: list[int] = []
+    process = engine._ladder.trip
+
+    def trip(results: Any, step: Any) -> list[TokenDelta]:
+        tripped.extend([1] * len(results))
+        return process(results, step)
+
+    monkeypatch.setattr(engine._ladder, "trip", trip)
+    prompt = [5, 9, 3, 7, 2, 8, 6, 4, 5, 9]
+    deltas, _ = _serve(engine, ("a", prompt, greedy(6, prompt_logprobs=1)))
+    assert tripped and _tokens(deltas, "a") == f1.walk(9, 6)
+    scores = deltas[0].prompt_logprobs
+    assert scores is not None and [one.token_id for one in scores] == prompt[1:]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_aborting_a_suspect_leaves_nothing(f1: F1, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(f1.path, schedule=schedule, prefill_chunk_size=2)
+    _poison(engine, monkeypatch, lambda _, call: call == 3, math.nan, 0)
+    engine.add(request("a", [5, 9, 3, 5, 9], greedy(60)))
+    for _ in range(200):
+        engine.iterate()
+        if any(row.suspicion is not None for row in engine._scheduler._waiting + engine._scheduler._running):
+            break
+    else:
+        raise AssertionError("never suspected")
+    engine.abort("a")
+    _serve(engine)
+
+
+def test_a_rebuilt_request_takes_nothing_from_the_prefix_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    f1 = build_f1(tmp_path / "m", eos=None)
+    engine = make_engine(f1.path)
+    prompt = [5, 9] * 12
+    _serve(engine, ("warm", prompt, greedy(9)))
+    _poison(engine, monkeypatch, lambda _, call: call == 1, math.nan, 0)
+    deltas, counts = _serve(engine, ("a", prompt, greedy(9)))
+    assert _tokens(deltas, "a") == f1.walk(9, 9)
+    assert counts["nan_guard_rows_checked", ("prefill",)] >= len(prompt) - 1
