@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -41,6 +41,10 @@ class Parts:
     grammars: GrammarCompiler
 
 
+Load = Callable[[Resolved, int], LoadedModel]
+"""The model, given what was resolved and how many positions a forward can name."""
+
+
 def build(path: Path, options: EngineOptions, progress: Callable[[Progress], None]) -> Parts:
     """Load ``path`` and assemble an engine as ``options`` say.
 
@@ -49,8 +53,65 @@ def build(path: Path, options: EngineOptions, progress: Callable[[Progress], Non
         CheckpointError: A damaged or incomplete checkpoint.
     """
     config = ModelConfig.from_dir(path)
+
+    def load(resolved: Resolved, max_positions: int) -> LoadedModel:
+        return load_model(
+            path,
+            config,
+            dtype=resolved.dtype,
+            device=resolved.device,
+            max_positions=max_positions,
+            with_draft=resolved.num_speculative_tokens > 0,
+        )
+
+    return assemble(config, options, load, progress)
+
+
+def assemble(
+    config: ModelConfig,
+    options: EngineOptions,
+    load: Load,
+    progress: Callable[[Progress], None],
+    adjust: Callable[[Runner], None] = lambda runner: None,
+) -> Parts:
+    """An engine around the model that ``load`` gives, as ``options`` say; its directory is not read.
+
+    Args:
+        adjust: What a benchmark changes of each runner before it first runs, and so before anything is captured.
+
+    Raises:
+        ConfigError: An option or configuration value that cannot be honoured.
+    """
     resolved = resolve(options, config)
     limit = resolve_max_model_len(options, config)
+    backend = _make_backend(config, resolved, options)
+    progress(Progress(stage="loading", done=0, total=1))
+    model = load(resolved, limit + _overrun(resolved))
+    progress(Progress(stage="warming", done=0, total=1))
+    factory = _Factory(options, config, resolved, backend, model, adjust)
+    num_pages = factory.size_pool(limit)
+    max_model_len = _clamp(limit, num_pages, options, resolved)
+    parts = factory.assemble(num_pages, max_model_len)
+    parts.runner.warm_up(factory.warm_up_tokens(max_model_len))
+    if resolved.graphs != "off":
+        rows = min(options.max_graph_rows or options.max_num_seqs, options.max_num_seqs)
+        parts.runner.capture(resolved.graphs, rows, progress)
+        parts = replace(parts, info=_with_graphs(parts.info, parts.runner))
+    progress(Progress(stage="warming", done=1, total=1))
+    return parts
+
+
+def _with_graphs(info: EngineInfo, runner: Runner) -> EngineInfo:
+    assert runner.graphs is not None, "graphs were captured"
+    return msgspec.structs.replace(
+        info,
+        graphs_captured=runner.graphs.captured_rows,
+        graph_capture_seconds=runner.graphs.capture_seconds,
+        graph_memory_bytes=runner.graphs.memory_bytes,
+    )
+
+
+def _make_backend(config: ModelConfig, resolved: Resolved, options: EngineOptions) -> AttentionBackend:
     spec = AttentionSpec(
         device=resolved.device,
         dtype=resolved.dtype,
@@ -59,28 +120,9 @@ def build(path: Path, options: EngineOptions, progress: Callable[[Progress], Non
         latent_dim=config.latent_dim,
         softmax_scale=config.softmax_scale,
         page_size=resolved.page_size,
+        qk_nope_head_dim=config.qk_nope_head_dim,
     )
-    backend = make_backend(options.attention_backend, spec)
-    progress(Progress(stage="loading", done=0, total=1))
-    model = load_model(
-        path,
-        config,
-        dtype=resolved.dtype,
-        device=resolved.device,
-        max_positions=limit + _overrun(resolved),
-        with_draft=resolved.num_speculative_tokens > 0,
-    )
-    progress(Progress(stage="warming", done=0, total=1))
-    factory = _Factory(options, config, resolved, backend, model)
-    num_pages = factory.size_pool(limit)
-    max_model_len = _clamp(limit, num_pages, options, resolved)
-    parts = factory.assemble(num_pages, max_model_len)
-    parts.runner.warm_up(factory.warm_up_tokens(max_model_len))
-    if resolved.graphs != "off":
-        rows = min(options.max_graph_rows or options.max_num_seqs, options.max_num_seqs)
-        parts.runner.capture(resolved.graphs, rows, progress)
-    progress(Progress(stage="warming", done=1, total=1))
-    return parts
+    return make_backend(options.attention_backend, spec)
 
 
 def _clamp(limit: int, num_pages: int, options: EngineOptions, resolved: Resolved) -> int:
@@ -114,12 +156,14 @@ class _Factory:
         resolved: Resolved,
         backend: AttentionBackend,
         model: LoadedModel,
+        adjust: Callable[[Runner], None],
     ) -> None:
         self._options = options
         self._config = config
         self._resolved = resolved
         self._backend = backend
         self._model = model
+        self._adjust = adjust
 
     def size_pool(self, limit: int) -> int:
         """Pages of the pool, the scratch page included."""
@@ -172,7 +216,7 @@ class _Factory:
             table_width=-(-positions // resolved.page_size),
             device=resolved.device,
         )
-        return Runner(
+        runner = Runner(
             model=self._model,
             backend=self._backend,
             pool=pool,
@@ -181,6 +225,8 @@ class _Factory:
             draft_reach=resolved.draft_reach,
             hidden_size=config.hidden_size,
         )
+        self._adjust(runner)
+        return runner
 
     def assemble(self, num_pages: int, max_model_len: int) -> Parts:
         options, resolved = self._options, self._resolved

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from engine.errors import ConfigError, EngineError
+from engine.options import AttentionBackend, Device, Graphs
 from service.settings import Settings, load_settings, option_name
 
 EXIT_REFUSED = 2
@@ -25,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+bench_app = typer.Typer(invoke_without_command=True)
+app.add_typer(bench_app, name="bench")
 _ENGINE_GROUPS = ("Model", "Engine", "KV cache")
 _ENVIRONMENT = (
     "Every option can also be set by a variable, for example EYAS_PORT for --port; the option wins."
@@ -40,6 +43,10 @@ def with_settings(*groups: str) -> Callable[[Callable[..., None]], Callable[...,
         ]
 
         def run(**arguments: Any) -> None:
+            context = arguments.get("context")
+            if context is not None and context.invoked_subcommand is not None:
+                _refuse_before_subcommand(context)
+                return
             given = {
                 name: arguments.pop(name)
                 for name in list(arguments)
@@ -54,6 +61,14 @@ def with_settings(*groups: str) -> Callable[[Callable[..., None]], Callable[...,
         return run
 
     return decorate
+
+
+def _refuse_before_subcommand(context: typer.Context) -> None:
+    """A group's own options are for calls without a subcommand."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{option_name(name)}: not an option of {context.invoked_subcommand}")
 
 
 def _parameters(groups: tuple[str, ...]) -> list[inspect.Parameter]:
@@ -155,9 +170,35 @@ def check(
 
 
 @app.command()
+def replay(
+    bundle: Annotated[Path, typer.Argument(help="Bundle that --nan-bundle-dir made.")],
+    model: Annotated[
+        Path | None, typer.Option(help="Checkpoint directory. Default: the one that the bundle names.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto: the GPU if there is one.")] = "auto",
+    graphs: Annotated[
+        Graphs, typer.Option(help="What to capture. auto: a CUDA graph on a GPU, its stand-in on a CPU.")
+    ] = "auto",
+    force: Annotated[
+        bool, typer.Option("--force", help="Run it on a checkpoint that is not the bundle's.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file as well.")] = None,
+) -> None:
+    """Run the step of a NaN bundle again, eager and captured, and print where it goes wrong.
+
+    Exit status: 0 if a flag of the bundle was raised again, 3 if not, 2 for a bundle or checkpoint that cannot
+    be used.
+    """
+    from service.commands.replay import replay as run
+
+    raise typer.Exit(run(bundle, model, device, graphs, force, json))
+
+
+@bench_app.callback()
 @with_settings(*_ENGINE_GROUPS)
 def bench(
     settings: Settings,
+    context: typer.Context,
     batch_sizes: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,4,16",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each request.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
@@ -174,6 +215,60 @@ def bench(
     if min(sizes) < 1:
         raise ConfigError(f"--batch-sizes {batch_sizes}: must be positive integers, comma-separated")
     run(settings, Plan(sizes, max_tokens, temperature, rounds, transformers), prompts, json)
+
+
+@bench_app.command("gpu")
+def bench_gpu(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Shape for random weights: v2-lite, v3-like or tiny; shipped: the shipped checkpoint. "
+            "Default: v2-lite, where no --model is named."
+        ),
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory instead.")] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(help="Of random weights: spread (the default), or concentrated on the same experts."),
+    ] = None,
+    synthetic_accept_length: Annotated[
+        float | None,
+        typer.Option(help="Tokens that a step emits on average, whatever the target thinks of the drafts."),
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Requests at once, comma-separated.")] = "1,8,32,64",
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Random tokens of each prompt.")] = 512,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 256,
+    speculative_tokens: Annotated[str, typer.Option(help="Values of K, comma-separated.")] = "3",
+    variants: Annotated[str, typer.Option(help="Of sampling: greedy, full, or both.")] = "greedy",
+    overhead: Annotated[
+        bool, typer.Option("--overhead", help="Measure guard and contract on against off as well.")
+    ] = False,
+    save_weights: Annotated[
+        Path | None, typer.Option(help="Write the random weights to this directory as a checkpoint.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="auto: the GPU if there is one.")] = "auto",
+    graphs: Annotated[Graphs, typer.Option(help="As for eyas serve.")] = "auto",
+    attention_backend: Annotated[AttentionBackend, typer.Option(help="As for eyas serve.")] = "auto",
+    json: Annotated[Path | None, typer.Option(help="Write the results to this file as well.")] = None,
+) -> None:
+    """Measure steady decoding beside the least time that reading the weights and the KV takes."""
+    from engine.bench_gpu import BenchPlan
+    from service.commands import bench_gpu as command
+
+    chosen = command.choose_model(preset, model, routing, save_weights)
+    plan = BenchPlan(
+        batch_sizes=command.read_numbers("--batch-sizes", batch_sizes, 1, 4096),
+        variants=command.read_variants(variants),
+        depths=command.read_depths(speculative_tokens, synthetic_accept_length),
+        accept_length=synthetic_accept_length,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        device=device,
+        graphs=graphs,
+        attention_backend=attention_backend,
+        overhead=overhead,
+    )
+    command.bench_gpu(chosen, plan, json)
 
 
 def main() -> None:
