@@ -11,7 +11,7 @@ JOBS ?= 2
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help serve install test lint format docs lock image-check clean
+.PHONY: help serve install test gpu-show lint format docs lock image-check clean
 
 help:  ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -23,6 +23,9 @@ install: $(VENV)/.dev  ## Install everything, tools for development included.
 
 test: $(VENV)/.dev  ## Run the tests (PYTEST_ARGS adds arguments).
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS)
+
+gpu-show: $(VENV)/.dev  ## Print one table of what this GPU shows (SHOW_ARGS adds arguments).
+	$(BIN)/python -m tests.gpu.show $(SHOW_ARGS)
 
 lint: $(VENV)/.dev  ## Check style and types.
 	$(BIN)/ruff check .
