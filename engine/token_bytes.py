@@ -38,7 +38,9 @@ def read_tokenizer(directory: Path) -> RustTokenizer:
     """
     file = directory / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError(f"{directory} has no tokenizer.json; name a directory that has one with --tokenizer")
+        raise ConfigError(
+            f"{directory} has no tokenizer.json; name a directory that has one with --tokenizer"
+        )
     try:
         return RustTokenizer.from_file(str(file))
     except Exception as exc:  # the library raises plain Exception

@@ -5,6 +5,17 @@ from __future__ import annotations
 from itertools import product
 from typing import NamedTuple
 
+from engine.options import MAX_SPECULATIVE_TOKENS
+
+CONTRACT_FIELDS = (
+    # Values that the device checks at each replay
+    "slots", "core", "seq_lens", "block_table", "cu_seqlens_q",
+    # What the host compares before it
+    "stride", "variant", "table_width", "num_pages", "padding_slot", "backend", "reads", "bindings",
+    "allowed", "hidden", "pages",
+)  # fmt: skip
+"""What a captured step holds frozen, and can find changed, by the names of the engine's contract."""
+
 
 class EngineCount(NamedTuple):
     """How the service shows one counter of the engine."""
@@ -24,20 +35,47 @@ ENGINE_COUNTS: dict[str, EngineCount] = {
         "Comparisons of what a captured step holds frozen with the present; per forward asked for."
     ),
     "graph_contract_violations": EngineCount(
-        "Replays refused because something that the captured step holds frozen has changed; per forward asked for.",
+        "Captured steps that were refused, or found void by their own checks, because something that they hold "
+        "frozen had changed; per forward asked for.",
         ("field",),
+        tuple((field,) for field in CONTRACT_FIELDS),
     ),
     "nan_guard_rows_checked": EngineCount("Rows checked for NaN and infinity; per row.", ("phase",)),
     "nan_guard_trips": EngineCount(
-        "Steps of a request whose logits or hidden states were not finite; per request and step.",
+        "Steps of a request whose logits or hidden states held a NaN or an infinity, or a token outside of the "
+        "vocabulary (oov); per request and step.",
         ("phase", "kind"),
-        tuple(product(("prefill", "verify", "draft"), ("nan", "inf"))),
+        (*product(("prefill", "verify", "draft"), ("nan", "inf")), ("verify", "oov")),
     ),
     "nan_guard_actions": EngineCount(
-        "What the guard did: failed a request, dropped its drafts for one step, or ignored a row that "
-        "decided nothing; per event.",
+        "What the guard did: rebuilt a request and went on (retried) or failed it, dropped its drafts for one "
+        "step, or ignored a row that decided nothing; and what it found to be the cause; per event.",
         ("action", "cause"),
-        (("failed", "model"), ("drafts_dropped", "draft"), ("ignored", "none")),
+        (
+            ("retried", "replay"),
+            ("retried", "draft_token"),
+            ("failed", "model"),
+            ("drafts_dropped", "draft"),
+            ("ignored", "none"),
+        ),
     ),
     "nan_guard_pages_scrubbed": EngineCount("Pages zeroed after a fault; per page."),
+    "nan_bundles": EngineCount(
+        "Bundles of tripped steps by how it went: written, limit (the directory is full) or failed; per row.",
+        ("outcome",),
+        (("written",), ("limit",), ("failed",)),
+    ),
+    "audits": EngineCount(
+        "Audits of finished greedy requests by how they ended: scored, skipped (too many waited, or it gave way to "
+        "users too often) or failed; per request.",
+        ("outcome",),
+        (("scored",), ("skipped",), ("failed",)),
+    ),
+    "audit_tokens": EngineCount("Emitted tokens that an audit scored again; per token."),
+    "audit_mismatches": EngineCount(
+        "Audited tokens that are not the target's most probable one by more than the margin, by position in the "
+        "run that one step emitted; per token.",
+        ("position",),
+        tuple((str(position),) for position in range(MAX_SPECULATIVE_TOKENS + 1)),
+    ),
 }

@@ -95,7 +95,9 @@ def from_engine(error: ErrorInfo | None) -> ApiError:
     if error.code == "engine_dead":
         return engine_dead()
     if error.code == "numerical_error":
-        return ApiError(500, error.message, type=SERVER_ERROR, code=error.code)
+        # The engine has tried again already, and the weights stay the same: official clients obey the header
+        headers = {"x-should-retry": "false"}
+        return ApiError(500, error.message, type=SERVER_ERROR, code=error.code, headers=headers)
     return internal_error()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import functools
+import logging
+from collections.abc import Callable
+from typing import Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,6 +23,23 @@ from prometheus_client.registry import Collector
 from service.compat_metrics import VllmNames
 
 OPENMETRICS_TYPE = "application/openmetrics-text"
+
+logger = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_R = TypeVar("_R", bound="MetricRegistry")
+
+
+def never_raises(feed: Callable[Concatenate[_R, _P], None]) -> Callable[Concatenate[_R, _P], None]:
+    """Make a feeding call harmless: a failure is counted in ``eyas_metrics_errors_total`` and logged once."""
+
+    @functools.wraps(feed)
+    def guarded(self: _R, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            feed(self, *args, **kwargs)
+        except Exception:
+            self.feeding_failed(feed.__name__)
+
+    return guarded
 
 
 class MetricFamily(NamedTuple):
@@ -41,6 +61,17 @@ class MetricRegistry:
         self.families: list[MetricFamily] = []
         self._page: Collector = self.registry
         ProcessCollector(registry=self.registry)
+        self._failed_calls: set[str] = set()
+        self._errors = self._counter(
+            "metrics_errors_total", "Recordings of other metrics that failed and were dropped; per call."
+        )
+
+    def feeding_failed(self, call: str) -> None:
+        """Count the failure of a feeding call that is being handled, and log the first of its name."""
+        self._errors.inc()
+        if call not in self._failed_calls:
+            self._failed_calls.add(call)
+            logger.exception("metrics: %s failed; further failures are only counted", call)
 
     def export_vllm_names(self, model: str) -> None:
         """Have the page show vLLM's names too, for the served ``model``."""

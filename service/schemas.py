@@ -121,7 +121,9 @@ class GenerationBody(Body):
 
     def _check_grammar(self) -> None:
         if self.response_format is not None and self.structured_outputs is not None:
-            raise bad_request("response_format and structured_outputs exclude each other.", "structured_outputs")
+            raise bad_request(
+                "response_format and structured_outputs exclude each other.", "structured_outputs"
+            )
         if self.grammar is not None and self.min_tokens:
             raise bad_request("min_tokens cannot be combined with structured output.", "min_tokens")
 

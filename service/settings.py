@@ -70,12 +70,22 @@ class Settings(BaseSettings):
     attention_backend: AttentionBackend = _option("auto", "Engine", "Attention kernels.")
     device: Device = _option("auto", "Engine", "auto: the GPU if there is one.")
     graphs: Graphs = _option(
-        "auto", "Engine", "auto: CUDA graphs on a GPU, none on a CPU. simulate: traces that stand in for them."
+        "auto",
+        "Engine",
+        "auto: CUDA graphs on a GPU, none on a CPU. simulate: traces that stand in for them.",
     )
     max_graph_rows: int | None = _option(
         None, "Engine", "Most rows of a captured step; larger batches run eager. Default: --max-num-seqs."
     )
     enforce_eager: bool = _option(False, "Engine", "Capture no graphs, whatever --graphs says.")
+    audit_rate: float = _option(
+        0.0,
+        "Engine",
+        "Share of finished greedy requests, 0 to 1, whose output the target scores again when nobody waits.",
+    )
+    nan_bundle_dir: Path | None = _option(
+        None, "Engine", "Directory for a bundle of each step that tripped the NaN guard, for eyas replay."
+    )
     seed: int | None = _option(None, "Engine", "Makes requests without a seed of their own repeatable.")
     threads: int | None = _option(None, "Engine", "CPU threads of the engine. Default: the libraries'.")
 
@@ -201,7 +211,12 @@ class Settings(BaseSettings):
         """The engine's share of the options, not yet validated."""
         shared = set(EngineOptions.__struct_fields__) & set(type(self).model_fields)
         values = {name: getattr(self, name) for name in shared}
-        paths = {"model": str(self.model), "tokenizer": str(self.tokenizer_dir)}
+        bundles = None if self.nan_bundle_dir is None else str(self.nan_bundle_dir)
+        paths = {
+            "model": str(self.model),
+            "tokenizer": str(self.tokenizer_dir),
+            "nan_bundle_dir": bundles,
+        }
         return EngineOptions(**{**values, **paths, "prefix_cache": not self.no_prefix_cache})
 
 
@@ -270,6 +285,9 @@ def _check_directories(settings: Settings) -> None:
         raise ConfigError(
             f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer DIR"
         )
+    bundles = settings.nan_bundle_dir
+    if bundles is not None and not (bundles.is_dir() and os.access(bundles, os.W_OK)):
+        raise ConfigError(f"--nan-bundle-dir {bundles}: not a directory that can be written to")
 
 
 def _check_tls(settings: Settings) -> None:

@@ -26,6 +26,7 @@ from engine.process_client import ProcessEngineClient
 from engine.types import EngineInfo
 from engine.worker import DEFAULT_FACTORY
 from service.app import create_app
+from service.commands.start_progress import log_graphs, show_capturing
 from service.lifecycle import Lifecycle
 from service.logs import configure_logs
 from service.metrics import ServiceMetrics
@@ -60,6 +61,7 @@ class Server(uvicorn.Server):
         config: uvicorn.Config,
         lifecycle: Lifecycle,
         drain_timeout: float,
+        on_start: Callable[[], Coroutine[Any, Any, None]],
         on_ready: Callable[[], None],
     ) -> None:
         """
@@ -67,11 +69,13 @@ class Server(uvicorn.Server):
             config: How to serve the application.
             lifecycle: The application's.
             drain_timeout: Seconds that running requests have after a signal.
+            on_start: Runs beside the engine's start.
             on_ready: Called once the engine can take requests.
         """
         super().__init__(config)
         self._lifecycle = lifecycle
         self._drain_timeout = drain_timeout
+        self._on_start = on_start
         self._on_ready = on_ready
         self._was_ready = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,6 +89,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
             return
         await super().startup(sockets)
+        self._spawn(self._on_start())
         self._spawn(self._tell_ready())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -157,6 +162,7 @@ def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
         _server_config(app, settings),
         app.state.service.lifecycle,
         settings.drain_timeout,
+        on_start=lambda: show_capturing(client),
         on_ready=lambda: show_resolved(settings, client.info),
     )
     _allow_many_connections()
@@ -176,10 +182,14 @@ def _engine_client(
             factory=factory,
         )
 
+    def ready() -> None:
+        metrics.engine_ready(settings.model_name, VERSION, client.info)
+        log_graphs(client.info)
+
     client = SupervisedClient(
         new_engine,
         max_restarts=settings.max_engine_restarts,
-        on_ready=lambda: metrics.engine_ready(settings.model_name, VERSION, client.info),
+        on_ready=ready,
         on_down=metrics.engine_down,
         on_restart=metrics.engine_restart,
         on_death=on_death,

@@ -20,6 +20,7 @@ const count = (value) => Math.round(value ?? 0).toLocaleString("en");
 
 function duration(seconds) {
   if (seconds === undefined) return "–";
+  if (seconds < 0.001) return `${Math.round(1e6 * seconds)} µs`;
   return seconds < 1 ? `${(1000 * seconds).toFixed(seconds < 0.01 ? 1 : 0)} ms` : `${seconds.toFixed(1)} s`;
 }
 
@@ -100,6 +101,29 @@ function forwards(samples) {
   if (add(fallback)) put("replay-more", `${count(add(fallback))} fell back to eager`);
 }
 
+function graphs(before, after) {
+  const phases = (after.get("eyas_graphs_captured") ?? []).filter((s) => s.value > 0);
+  const counted = phases.map((s) => `${count(s.value)} ${s.labels.phase}`).join(", ");
+  const seconds = fixed(sum(after, "eyas_graph_capture_seconds"), 1);
+  const mebibytes = count(sum(after, "eyas_graph_memory_bytes") / 2 ** 20);
+  put("graphs", phases.length ? `Captured graphs: ${counted}, in ${seconds} s and ${mebibytes} MiB.` : "No captured graphs.");
+  const step = quantile(0.5, buckets(before, after, "eyas_step_gpu_seconds"));
+  const gap = quantile(0.5, buckets(before, after, "eyas_step_host_gap_seconds"));
+  const waited = gap === undefined ? "" : `, the gap before it ${duration(gap)}`;
+  put("steps", step === undefined ? "" : `A step takes ${duration(step)}${waited} (medians, last minute).`);
+}
+
+function audit(samples) {
+  const of = (outcome) => sum(samples, "eyas_audits_total", { outcome }) ?? 0;
+  if (!of("scored") && !of("skipped") && !of("failed")) {
+    put("audit", "No output was audited.");
+    return;
+  }
+  const tokens = count(sum(samples, "eyas_audit_tokens_total"));
+  const wrong = count(sum(samples, "eyas_audit_mismatches_total"));
+  put("audit", `Audit: ${tokens} tokens of ${count(of("scored"))} requests scored again, ${wrong} mismatches; ${count(of("skipped"))} audits skipped, ${count(of("failed"))} failed.`);
+}
+
 function memory(samples) {
   const states = ["used", "cached", "free"];
   const pages = states.map((state) => sum(samples, "eyas_kv_pages", { state }) ?? 0);
@@ -114,21 +138,29 @@ function memory(samples) {
 }
 
 function guard(samples) {
+  const actions = "eyas_nan_guard_actions_total";
+  // Bad is what a client saw, or what needs a hand; a mended trip is neither
   const shown = [
-    ["eyas_nan_guard_trips_total", "non-finite rows", true],
-    ["eyas_nan_guard_pages_scrubbed_total", "pages scrubbed", false],
-    ["eyas_graph_contract_violations_total", "replays refused", true],
-    ["eyas_graphs_disabled", "graphs turned off", true],
-    ["eyas_audit_mismatches_total", "audit mismatches", true],
+    ["eyas_nan_guard_trips_total", "guard trips", false, {}],
+    [actions, "of them mended by a retry", false, { action: "retried" }],
+    [actions, "of them failed requests", true, { action: "failed" }],
+    ["eyas_nan_guard_pages_scrubbed_total", "pages scrubbed", false, {}],
+    ["eyas_graph_contract_violations_total", "contract violations", true, {}],
+    ["eyas_graphs_disabled", "graphs turned off now", true, {}],
+    ["eyas_audit_mismatches_total", "audit mismatches", true, {}],
   ].filter(([name]) => samples.has(name));
   const errors = sum(samples, "eyas_requests_total", { outcome: "error" }) ?? 0;
-  const rows = shown.map(([name, label, bad]) => ({ label, value: sum(samples, name), bad }));
+  const rows = shown.map(([name, label, bad, labels]) => ({ label, value: sum(samples, name, labels) ?? 0, bad }));
   rows.push({ label: "choices ended by an error", value: errors, bad: true });
   bars(document.getElementById("guards"), rows.map((row) => ({ ...row, of: row.value, text: count(row.value) })));
-  const trips = rows.filter((row) => row.bad).reduce((all, row) => all + row.value, 0);
-  put("guard", trips ? count(trips) : "quiet");
-  document.getElementById("guard").className = trips ? "bad" : "";
-  put("guard-more", trips ? "events since the start" : "nothing since the start");
+  const mended = sum(samples, actions, { action: "retried" }) ?? 0;
+  const failed = sum(samples, actions, { action: "failed" }) ?? 0;
+  const other = ["eyas_graph_contract_violations_total", "eyas_graphs_disabled", "eyas_audit_mismatches_total"];
+  const bad = failed + other.reduce((all, name) => all + (sum(samples, name) ?? 0), 0);
+  put("guard", bad ? count(bad) : mended ? "mended" : "quiet");
+  document.getElementById("guard").className = bad ? "bad" : "";
+  const story = `${count(failed)} failed, ${count(mended)} mended since the start`;
+  put("guard-more", bad || mended ? story : "nothing since the start");
   put("guards-more", shown.length ? "Since the start." : "This server exports no guard metrics.");
 }
 
@@ -150,8 +182,10 @@ function show(samples) {
   const now = tiles(old.samples, samples, time - old.time);
   speculation(old.samples, samples);
   forwards(samples);
+  graphs(old.samples, samples);
   memory(samples);
   guard(samples);
+  audit(samples);
   trend.push({ time, ...now });
   if (trend.length > KEPT) trend.shift();
   drawTrend();

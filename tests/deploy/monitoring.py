@@ -13,14 +13,18 @@ from service.metrics import ServiceMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
-CONDITIONAL_RULES = ("rules-guard.yml", "rules-audit.yml")
-"""Files that are shipped exactly when the server exports their metrics."""
 STANDARD = {"up", "process_start_time_seconds", "process_resident_memory_bytes"}
 """Metrics that Prometheus itself, or the standard process collector, provides."""
 
 
 def load(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
+
+
+def shipped_rules() -> list[str]:
+    """Rule files that the shipped configuration loads."""
+    files: list[str] = load(PROMETHEUS / "prometheus.yml")["rule_files"]
+    return files
 
 
 def rules(*files: str) -> list[dict[str, Any]]:
@@ -49,14 +53,6 @@ def panel_queries() -> dict[str, str]:
         for panel in dashboard()["panels"]
         for target in panel.get("targets", ())
     }
-
-
-def shipped_rules() -> list[str]:
-    """Rule files that belong into every configuration."""
-    names = exported()
-    return ["rules.yml", "alerts.yml"] + [
-        file for file in CONDITIONAL_RULES if all(metrics_in(rule["expr"]) <= names for rule in rules(file))
-    ]
 
 
 def as_promql(query: str) -> str:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.types import Count
+from service.metrics import ServiceMetrics
 from tests.deploy.browser import Page, browser, chromium
 from tests.deploy.server import eyas_server
 from tests.fixtures.checkpoints import F1
+from tests.service.fake_engine import engine_info
+from tests.service.test_metrics import stats
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="chromium is not installed")
 
@@ -78,6 +83,8 @@ def test_the_page(page: Page, url: str, f1_wrong: F1):
     assert "K = 3" in text(page, "about")
     assert text(page, "replay") == "0 %"
     assert text(page, "guard") == "quiet"
+    assert text(page, "graphs") == "No captured graphs."
+    assert text(page, "audit") == "No output was audited."
     assert page.evaluate("document.querySelectorAll('#positions meter').length") == 3
     assert page.evaluate("document.querySelector('#trend-accept path').getAttribute('d').length") > 0
 
@@ -91,3 +98,41 @@ def test_the_page(page: Page, url: str, f1_wrong: F1):
     page.evaluate("document.getElementById('prompt').value = ''; document.getElementById('go').click()")
     page.until("document.getElementById('told').textContent.toLowerCase().includes('prompt')")
     page.until("document.getElementById('go').textContent === 'Complete'")
+
+
+def page_text(**step: Any) -> str:
+    """What a server with graphs and audits serves at ``/metrics``, after one iteration."""
+    metrics = ServiceMetrics()
+    captured = {"step": [1, 1, 2, 2], "draft": [1, 2]}
+    metrics.engine_ready(
+        "m",
+        "1",
+        engine_info(graphs_captured=captured, graph_capture_seconds=2.54, graph_memory_bytes=3 << 20),
+    )
+    metrics.engine_step(stats(**step))
+    return metrics.exposition()[0].decode()
+
+
+def serve_instead(page: Page, metrics: str) -> None:
+    page.evaluate(f"void (window.fetch = async () => new Response({json.dumps(metrics)}))")
+
+
+def test_graphs_step_times_and_audits(page: Page):
+    serve_instead(page, page_text())
+    page.until("document.getElementById('graphs').textContent.startsWith('Captured')")
+    assert text(page, "graphs") == "Captured graphs: 4 step, 2 draft, in 2.5 s and 3 MiB."
+    assert text(page, "steps") == "" and text(page, "guard") == "quiet"
+    counts = [
+        Count("audits", ("scored",), 3),
+        Count("audits", ("skipped",), 1),
+        Count("audit_tokens", (), 1200),
+        Count("audit_mismatches", ("2",), 2),
+    ]
+    serve_instead(page, page_text(counts=counts, step_gpu_seconds=[0.0025], step_host_gap_seconds=[0.00004]))
+    page.until("document.getElementById('audit').textContent.startsWith('Audit')")
+    assert text(page, "audit") == (
+        "Audit: 1,200 tokens of 3 requests scored again, 2 mismatches; 1 audits skipped, 0 failed."
+    )
+    assert text(page, "steps").startswith("A step takes 2.5 ms, the gap before it 25 µs")
+    assert text(page, "guard") == "2"
+    assert not [event for event in page.events if event.get("method") == "Runtime.exceptionThrown"]

@@ -81,6 +81,14 @@ def test_the_image_installs_the_locks_that_make_does():
     assert {"requirements.lock"} <= locks == set(re.findall(r"requirements[\w-]*\.lock", INSTALL.read_text()))
 
 
+def test_the_cuda_image_can_build_tritons_launchers_beside_a_read_only_root():
+    # Caches under the one directory that can be written, and the compiler and headers that Triton calls.
+    for variable in ("HOME", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+        assert re.search(rf"\b{variable}=/tmp(/\w+)?\b", stages()["cuda"]), variable
+    [packages] = re.findall(r"^ +cuda\) packages\+=\((.*)\) ;;$", INSTALL.read_text(), flags=re.MULTILINE)
+    assert {"gcc", "libc6-dev", "python3-dev"} <= set(packages.split())
+
+
 def test_an_unknown_step_is_refused_with_the_usage():
     result = subprocess.run([str(INSTALL), "everything"], capture_output=True, text=True)
     assert result.returncode == 2

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import yaml
 
 from deploy.helm.render import CHART, DEPLOY, HEADER, RENDERED, copied_files, render
 from service.settings import ENV_PREFIX, Settings
+from tests.deploy.operators import SPECS
 
 EXAMPLES = sorted((DEPLOY / "helm" / "examples").glob("*.yaml"))
-CLUSTER_KINDS = {"PodMonitor", "PrometheusRule", "ScaledObject", "InferencePool"}
-"""Kinds of operators, whose schemas do not come with Kubernetes."""
+OPERATOR_KINDS = {kind for _, kind in SPECS}
+"""Kinds whose schemas do not come with Kubernetes."""
 OLDEST = "1.30"
 """What Chart.yaml asks for."""
 
@@ -75,11 +78,55 @@ def test_manifests_satisfy_the_official_schemas(values: Path | None, version: st
     wanted = validator.latest_version() if version == "newest" else version
     items = objects(render(yaml.safe_load(values.read_text()) if values else None))
     for item in items:
-        if item["kind"] not in CLUSTER_KINDS:
+        if item["kind"] not in OPERATOR_KINDS:
             validator.validate(item, wanted, strict=True)
     assert {"Deployment", "Service", "ServiceAccount", "PodDisruptionBudget"} <= {
         item["kind"] for item in items
     }
+
+
+def check_operator_kinds(items: list[dict[str, Any]]) -> set[str]:
+    """Kinds of operators among manifests, each of which satisfies its schema."""
+    found = [item for item in items if item["kind"] in OPERATOR_KINDS]
+    for item in found:
+        jsonschema_rs.validate(SPECS[item["apiVersion"], item["kind"]], item["spec"])
+    return {item["kind"] for item in found}
+
+
+def test_the_rendered_objects_of_operators_have_the_fields_that_those_know():
+    assert check_operator_kinds(DEFAULT) == {"PodMonitor", "PrometheusRule"}
+
+
+@needs_helm
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_objects_of_operators_have_the_fields_that_those_know(path: Path):
+    expected = {
+        "cpu": set(),
+        "hpa": {"PodMonitor", "PrometheusRule"},
+        "deepseek-v2-lite": {"PodMonitor", "PrometheusRule", "ScaledObject", "InferencePool"},
+    }
+    assert check_operator_kinds(example(path.stem)) == expected[path.stem]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("PodMonitor", lambda spec: spec["podMetricsEndpoints"][0].update(interval="15 s")),
+        ("PodMonitor", lambda spec: spec.update(podMetricsEndpoint=[])),
+        ("PrometheusRule", lambda spec: spec["groups"][0]["rules"][0].pop("expr")),
+        ("PrometheusRule", lambda spec: spec["groups"][0]["rules"][0].update(record="both")),
+        ("ScaledObject", lambda spec: spec["triggers"][0]["metadata"].update(threshold=4)),
+        ("ScaledObject", lambda spec: spec.update(minReplicas=2)),
+        ("InferencePool", lambda spec: spec["endpointPickerRef"].pop("port")),
+        ("InferencePool", lambda spec: spec.update(extensionRef=spec.pop("endpointPickerRef"))),
+    ],
+)
+def test_a_wrong_field_of_an_operator_is_found(kind: str, change: Callable[[dict[str, Any]], object]):
+    item = of_kind(example("deepseek-v2-lite"), kind)
+    change(item["spec"])
+    with pytest.raises(jsonschema_rs.ValidationError):
+        check_operator_kinds([item])
 
 
 @needs_helm
@@ -159,6 +206,23 @@ def test_every_variable_is_an_option():
 def test_every_variable_of_the_examples_is_an_option(path: Path):
     known = {ENV_PREFIX + name.upper() for name in Settings.model_fields}
     assert environment(example(path.stem)).keys() <= known
+
+
+@needs_helm
+def test_numbers_of_options_are_written_as_they_were():
+    values = {
+        "options": {"max_body_bytes": 16777216, "seed": 1234567, "audit_rate": 0.25, "enforce_eager": True}
+    }
+    found = environment(objects(render(values)))
+    assert (
+        found.items()
+        >= {
+            "EYAS_MAX_BODY_BYTES": "16777216",
+            "EYAS_SEED": "1234567",
+            "EYAS_AUDIT_RATE": "0.25",
+            "EYAS_ENFORCE_EAGER": "true",
+        }.items()
+    )
 
 
 @needs_helm

@@ -13,7 +13,6 @@ import yaml
 
 from deploy.grafana import generate
 from tests.deploy.monitoring import (
-    CONDITIONAL_RULES,
     DEPLOY,
     PROMETHEUS,
     STANDARD,
@@ -27,7 +26,7 @@ from tests.deploy.monitoring import (
 )
 
 SHIPPED = shipped_rules()
-ALERT_FILES = ("alerts.yml", *CONDITIONAL_RULES)
+ALERT_FILES = [file for file in SHIPPED if file != "rules.yml"]
 RUNBOOK = DEPLOY.parent / "docs" / "runbook.md"
 
 needs_promtool = pytest.mark.skipif(
@@ -48,7 +47,7 @@ def promtool(*arguments: str) -> str:
 @needs_promtool
 def test_promtool_accepts_the_configuration_and_all_rules():
     promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
-    promtool("check", "rules", *(str(PROMETHEUS / file) for file in CONDITIONAL_RULES))
+    promtool("check", "rules", *(str(PROMETHEUS / file) for file in SHIPPED))
 
 
 @needs_promtool
@@ -98,9 +97,8 @@ def test_rules_name_only_what_is_exported_or_recorded():
         assert not unknown, f"{rule.get('record', rule.get('alert'))}: {unknown}"
 
 
-def test_conditional_rules_are_shipped_exactly_when_their_metrics_exist():
-    files = load(PROMETHEUS / "prometheus.yml")["rule_files"]
-    assert files == SHIPPED
+def test_every_rule_file_is_shipped():
+    assert {path.name for path in PROMETHEUS.glob("*.yml")} == {*SHIPPED, "prometheus.yml"}
 
 
 def test_the_dashboard_is_what_the_generator_writes():
@@ -117,9 +115,9 @@ def test_the_dashboard_names_only_what_is_exported_or_recorded():
 
 @needs_promtool
 def test_every_query_of_the_dashboard_parses(tmp_path: Path):
-    conditional = [query for row in generate.CONDITIONAL for query in generate.expressions(row)]
-    queries = [*panel_queries().values(), *conditional]
-    parsed = [{"record": f"q:{i}", "expr": as_promql(query)} for i, query in enumerate(queries)]
+    parsed = [
+        {"record": f"q:{i}", "expr": as_promql(query)} for i, query in enumerate(panel_queries().values())
+    ]
     file = tmp_path / "queries.yml"
     file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": parsed}]}))
     assert f"{len(parsed)} rules found" in promtool("check", "rules", str(file))

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from deploy.grafana.generate import CONDITIONAL
+from deploy.grafana.panels import AUDIT, GUARD
 from tests.deploy.monitoring import PROMETHEUS, as_promql, load, panel_queries, rules, shipped_rules
 from tests.deploy.server import BOUND, EyasServer, eyas_server
 from tests.fixtures.checkpoints import F1, build_f1
@@ -113,7 +113,13 @@ def drive(url: str, seconds: float) -> None:
 
 @pytest.fixture(scope="module")
 def server(f1_wrong: F1, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EyasServer]:
-    options = {"max_num_seqs": 4, "kv_page_size": 16, "num_kv_pages": 64, "num_speculative_tokens": 3}
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "kv_page_size": 16,
+        "num_kv_pages": 64,
+        "num_speculative_tokens": 3,
+        "audit_rate": 1.0,
+    }
     with eyas_server(f1_wrong.path, tmp_path_factory.mktemp("server") / "log", **options) as server:
         yield server
 
@@ -142,7 +148,7 @@ def test_every_recording_rule_has_an_answer(metrics: Prometheus):
 
 def test_every_panel_has_an_answer(metrics: Prometheus):
     # What a server without CUDA has no series of; the queries must be accepted all the same.
-    silent = {f"{panel.title}/{letter}" for row in CONDITIONAL for panel in row.panels for letter in "ABC"}
+    silent = {f"{panel.title}/{letter}" for row in (GUARD, AUDIT) for panel in row.panels for letter in "ABC"}
     missing = [title for title, query in panel_queries().items() if not metrics.query(as_promql(query))]
     assert set(missing) - silent == set()
 
@@ -175,6 +181,11 @@ def test_ratios_have_their_known_values_on_a_server_without_graphs(metrics: Prom
     assert 1.0 < float(accept["value"][1]) < 4.0
 
 
+def test_the_audit_finds_nothing(metrics: Prometheus):
+    metrics.until_not_empty('eyas_audits_total{outcome="scored"} > 0')
+    assert metrics.query("sum(eyas_audit_mismatches_total) == 0")
+
+
 def test_the_scrape_is_openmetrics(metrics: Prometheus):
     # Prometheus asks for OpenMetrics first; a page that it could not parse would leave the target down.
     [target] = metrics.client.get("/api/v1/targets").json()["data"]["activeTargets"]
@@ -200,5 +211,8 @@ def test_an_alert_fires_for_the_first_nan(tmp_path: Path):
         body = {"prompt": "w5 w9 w6", "max_tokens": 4, "temperature": 0}
         refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=BOUND)
         assert refused.status_code == 500 and refused.json()["error"]["code"] == "numerical_error"
-        fired = metrics.until_not_empty('ALERTS{alertname="EyasNaNTrip", alertstate="firing"}')
-        assert {alert["metric"]["severity"] for alert in fired} == {"critical"}
+        trips = metrics.until_not_empty('ALERTS{alertname="EyasNaNTrip", alertstate="firing"}')
+        assert {alert["metric"]["severity"] for alert in trips} == {"warning"}
+        # This one could not be mended, and its client has seen it.
+        [failed] = metrics.until_not_empty('ALERTS{alertname="EyasNaNFailedRequests", alertstate="firing"}')
+        assert failed["metric"]["severity"] == "critical"

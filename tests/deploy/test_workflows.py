@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
+from service.cli import app
+from service.commands.bench_gpu import choose_model
 from service.settings import Settings, option_name
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-PAGES = ("operations.md", "runbook.md", "security.md")
-GUARD_CHAPTER = "\n# Graphs, guard and audit\n"
-"""Of the runbook: about options and metrics that come with the CUDA path."""
+PAGES = ("operations.md", "runbook.md", "security.md", "trial.md")
 
 
 def steps(workflow: Path) -> list[dict[str, Any]]:
@@ -46,9 +48,25 @@ def test_the_gpu_job_takes_the_torch_of_the_cuda_image():
     assert environment["TORCH"] == value
 
 
+def test_the_gpu_job_measures_with_options_that_the_bench_has():
+    # The function of the script, and its arguments as the shell would split them.
+    text = (ROOT / ".github" / "workflows" / "gpu.yml").read_text().replace("\\\n", "")
+    runs = [
+        shlex.split(line)[2:] for line in re.findall(r"^ +(bench [a-z0-9-]+ --.*)$", text, flags=re.MULTILINE)
+    ]
+    assert len(runs) == 2
+    for module in re.findall(r"python -m (tests\.[\w.]+)", text):
+        assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
+    group = get_command(app).commands["bench"]  # type: ignore[attr-defined]
+    for arguments in runs:
+        context = group.commands["gpu"].make_context("gpu", arguments)
+        preset, routing = context.params["preset"], context.params["routing"]
+        assert choose_model(preset, None, routing, None).preset == preset
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_options_in_the_documentation_exist(page: str):
-    text = (ROOT / "docs" / page).read_text().partition(GUARD_CHAPTER)[0]
+    text = (ROOT / "docs" / page).read_text()
     known = {option_name(name) for name in Settings.model_fields}
     # Only inline code is about our own options; blocks are commands of other tools, too.
     named = set(re.findall(r"`(--[a-z][a-z0-9-]*)", re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)))

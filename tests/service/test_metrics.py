@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.contract import GraphContract, StepBuffers
+from engine.guard import CONTRACT, Flag, events, violated_fields
+from engine.options import MAX_SPECULATIVE_TOKENS
 from engine.types import Count, ForwardCount, StepStats
+from service.engine_counts import CONTRACT_FIELDS, ENGINE_COUNTS
+from service.engine_metrics import INFO_LABELS
 from service.metric_registry import describe
-from service.metrics import INFO_LABELS, ServiceMetrics
+from service.metrics import ServiceMetrics
+from tests.service.fake_engine import engine_info
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -84,6 +91,16 @@ def test_names_types_and_labels(metrics: ServiceMetrics):
         "nan_guard_trips_total": ("counter", ("phase", "kind")),
         "nan_guard_actions_total": ("counter", ("action", "cause")),
         "nan_guard_pages_scrubbed_total": counter,
+        "nan_bundles_total": ("counter", ("outcome",)),
+        "graphs_captured": ("gauge", ("phase",)),
+        "graphs_disabled": ("gauge", ("phase",)),
+        "graph_capture_seconds": gauge,
+        "graph_memory_bytes": gauge,
+        "step_gpu_seconds": histogram,
+        "step_host_gap_seconds": histogram,
+        "audits_total": ("counter", ("outcome",)),
+        "audit_tokens_total": counter,
+        "audit_mismatches_total": ("counter", ("position",)),
         "metrics_errors_total": counter,
         "engine_restarts_total": counter,
         "ready": gauge,
@@ -175,11 +192,75 @@ def test_engine_steps_set_gauges_and_add_up_counters(metrics: ServiceMetrics):
 
 
 def test_a_dead_engine_takes_its_gauges_along(metrics: ServiceMetrics):
-    metrics.engine_step(stats(requests_running=2, pages_used=3, prompt_tokens=70))
+    metrics.engine_ready("m", "1", engine_info(graphs_captured={"step": [1, 2], "other": [1]}))
+    metrics.engine_step(
+        stats(requests_running=2, pages_used=3, prompt_tokens=70, graphs_disabled={"step": 1, "other": 1})
+    )
     metrics.engine_down()
     assert value(metrics, "requests_running") == 0
     assert value(metrics, "kv_pages", state="used") == 0
     assert value(metrics, "prompt_tokens_total") == 70
+    for name in ("graphs_captured", "graphs_disabled"):
+        assert [value(metrics, name, phase=phase) for phase in ("step", "draft", "other")] == [0, 0, None]
+
+
+def test_what_an_engine_captured_is_told_until_the_next_one_is_ready(metrics: ServiceMetrics):
+    told = [("graphs_captured", {"phase": phase}) for phase in ("step", "draft")]
+    told += [("graph_capture_seconds", {}), ("graph_memory_bytes", {})]
+
+    def values() -> list[float | None]:
+        return [value(metrics, name, **labels) for name, labels in told]
+
+    assert values() == [0, 0, 0, 0]
+    rows = {"step": [1, 1, 2, 2], "draft": [1, 2]}
+    first = engine_info(graphs_captured=rows, graph_capture_seconds=1.5, graph_memory_bytes=1 << 20)
+    metrics.engine_ready("m", "1", first)
+    assert values() == [4, 2, 1.5, 1 << 20]
+    metrics.engine_down()
+    assert values() == [0, 0, 0, 0]
+    metrics.engine_ready("m", "1", engine_info(graphs_captured={"step": [1]}, graph_capture_seconds=0.5))
+    assert values() == [1, 0, 0.5, 0]
+
+
+def test_graphs_that_are_turned_off_are_a_state(metrics: ServiceMetrics):
+    for disabled, expected in (({"step": 2}, [2, 0]), ({"step": 1, "draft": 1}, [1, 1]), ({}, [0, 0])):
+        metrics.engine_step(stats(graphs_disabled=disabled))
+        assert [value(metrics, "graphs_disabled", phase=phase) for phase in ("step", "draft")] == expected
+
+
+def test_step_times(metrics: ServiceMetrics):
+    metrics.engine_step(
+        stats(step_gpu_seconds=[0.0012, 0.0017], step_host_gap_seconds=[0.00003, 0.00008, -1e-9])
+    )
+    assert value(metrics, "step_gpu_seconds_count") == 2
+    assert value(metrics, "step_gpu_seconds_sum") == pytest.approx(0.0029)
+    assert value(metrics, "step_gpu_seconds_bucket", le="0.0015") == 1
+    assert value(metrics, "step_host_gap_seconds_bucket", le="5e-05") == 2
+    assert value(metrics, "step_host_gap_seconds_bucket", le="0.0001") == 3
+
+
+def test_series_that_alerts_ask_for_exist_before_the_first_event(metrics: ServiceMetrics):
+    for name, count in ENGINE_COUNTS.items():
+        for labels in count.series:
+            assert value(metrics, f"{name}_total", **dict(zip(count.labels, labels, strict=True))) == 0
+    positions = [value(metrics, "audit_mismatches_total", position=str(p)) for p in range(10)]
+    assert positions == [0.0] * (MAX_SPECULATIVE_TOKENS + 1) + [None]
+    assert value(metrics, "nan_guard_actions_total", action="retried", cause="replay") == 0
+    assert value(metrics, "sync_steps_total", reason="retry") == 0
+
+
+def test_every_part_of_the_contract_has_its_series():
+    # Phase and rows name the graph and cannot differ
+    frozen = {field.name for field in fields(GraphContract)} - {"phase", "rows"}
+    inputs = {field.name for field in fields(StepBuffers) if "filler" in field.metadata}
+    checked = set(violated_fields(int(CONTRACT)))
+    assert frozen | inputs | checked <= set(CONTRACT_FIELDS)
+
+
+def test_every_trip_of_the_guard_has_its_series():
+    for flag in Flag:
+        for name, labels in events(int(flag)):
+            assert labels in ENGINE_COUNTS[name].series, (flag, name, labels)
 
 
 def test_requests_and_latencies(metrics: ServiceMetrics):

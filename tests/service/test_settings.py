@@ -86,6 +86,8 @@ def test_every_option_can_be_a_variable(model: Path, monkeypatch: pytest.MonkeyP
         "open_metrics": "1",
         "metrics_compat": "vllm",
         "api_key_file": str(model / "tokenizer.json"),
+        "audit_rate": "0.25",
+        "nan_bundle_dir": str(model),
         **dict.fromkeys(("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), str(model / "tokenizer.json")),
     }
     for name in Settings.model_fields:
@@ -118,6 +120,12 @@ def test_bad_variables_are_refused_by_name(name: str, text: str, words: str, mon
     assert words in refusal({})
 
 
+def test_the_engine_gets_its_paths_as_text(model: Path):
+    options = load_settings({"model": model, "nan_bundle_dir": model, "audit_rate": 1}).engine_options()
+    assert (options.nan_bundle_dir, options.audit_rate) == (str(model), 1.0)
+    assert load_settings({"model": model}).engine_options().nan_bundle_dir is None
+
+
 def test_empty_keys_are_refused_and_keys_are_never_shown(model: Path, monkeypatch: pytest.MonkeyPatch):
     assert "--api-key" in refusal({"api_key": ["good", " "]})
     monkeypatch.setenv("EYAS_API_KEY", "secret,,other")
@@ -134,6 +142,9 @@ def test_empty_keys_are_refused_and_keys_are_never_shown(model: Path, monkeypatc
     ("given", "words"),
     [
         ({"port": -1}, "--port=-1"),
+        ({"audit_rate": 1.5}, "audit_rate=1.5"),
+        ({"audit_rate": float("nan")}, "audit_rate=nan"),
+        ({"nan_bundle_dir": "/nowhere/bundles"}, "--nan-bundle-dir /nowhere/bundles"),
         ({"num_speculative_tokens": 9}, "num_speculative_tokens=9"),
         ({"max_num_seqs": 0}, "max_num_seqs=0"),
         ({"max_model_len": 1}, "max_model_len=1"),

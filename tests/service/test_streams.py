@@ -137,8 +137,10 @@ async def test_what_the_engine_refuses_has_a_status_even_for_a_stream(
     gate = Gate(0)
     engine = FakeEngine(lambda request: HELLO, errors=second_fails, gate=gate)
     async with serving(engine) as harness:
-        error = error_of(await harness.complete(stream=stream, n=3), status)
+        response = await harness.complete(stream=stream, n=3)
+        error = error_of(response, status)
         assert (error["code"], error["param"]) == (code, param)
+        assert response.headers.get("x-should-retry") == ("false" if code == "numerical_error" else None)
         assert "secret" not in error["message"]
         await until(lambda: engine.running == 0)
         gate.event.set()
