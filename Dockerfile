@@ -49,7 +49,8 @@ LABEL org.opencontainers.image.title="eyas" \
 COPY deploy/install.sh /src/deploy/
 RUN /src/deploy/install.sh system cuda && /src/deploy/install.sh user && rm -rf /src
 COPY --from=cuda-build /opt/eyas /opt/eyas
-# Everything that is written at run time goes to /tmp, so that the root can be read-only.
+# Everything that is written at run time goes to /tmp, so that the root can be read-only. Triton compiles its launchers
+# into its cache and loads them from there: a tmpfs at /tmp needs the option exec.
 ENV PATH=/opt/eyas/bin:$PATH \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \

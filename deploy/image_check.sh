@@ -54,7 +54,7 @@ install_all() {
     mount_inside
     inside /src/deploy/install.sh system cpu > /dev/null
     say "install.sh system cpu"
-    inside "${TORCH_INDEX+TORCH_INDEX=$TORCH_INDEX}" /src/deploy/install.sh packages cpu > /dev/null
+    inside /src/deploy/install.sh packages cpu > /dev/null
     say "install.sh packages cpu"
     inside /src/deploy/install.sh app > /dev/null
     say "install.sh app"

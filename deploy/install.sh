@@ -2,11 +2,12 @@
 # The steps that install Eyas into an image. The Dockerfile runs them, and `make image-check` runs the same
 # ones in a clean Debian root, so that they are proven where there is no container engine.
 #
-#   install.sh system cpu|cuda-build|cuda   packages of the distribution (Debian or Ubuntu), as root
-#   install.sh packages cpu|cuda            a virtual environment in PREFIX with every pinned Python package
-#   install.sh kernels                      flashinfer's kernels, compiled into PREFIX (needs nvcc, no GPU)
-#   install.sh app                          Eyas itself and the shipped model, into PREFIX
-#   install.sh user                         the account that the service runs as
+#   install.sh system host|cpu|cuda-build|cuda   packages of the distribution (Debian or Ubuntu), as root; host:
+#                                                for a machine without containers, Python included
+#   install.sh packages cpu|cuda   a virtual environment in PREFIX with every pinned Python package
+#   install.sh kernels             flashinfer's kernels, compiled into PREFIX (needs nvcc, no GPU)
+#   install.sh app                 Eyas itself and the shipped model, into PREFIX
+#   install.sh user                the account that the service runs as
 set -euo pipefail
 
 SOURCE="$(cd "$(dirname "$0")/.." && pwd)"
@@ -24,15 +25,17 @@ system() {
     local packages=(tini)
     case "$1" in
         cpu) ;;
+        host) packages=(python3 python3-venv) ;;
         cuda-build) packages+=(python3 python3-venv python3-dev g++ ninja-build) ;;
         # Triton compiles its launchers, not its kernels, with the host's compiler at first use.
         cuda) packages+=(python3 python3-dev gcc libc6-dev) ;;
-        *) echo "install.sh system: cpu, cuda-build or cuda, not '$1'" >&2; exit 2 ;;
+        *) echo "install.sh system: host, cpu, cuda-build or cuda, not '$1'" >&2; exit 2 ;;
     esac
     export DEBIAN_FRONTEND=noninteractive
     apt-get update
     apt-get install --yes --no-install-recommends "${packages[@]}"
-    rm -rf /var/lib/apt/lists/*
+    # What an image does not need; a host does.
+    [ "$1" = host ] || rm -rf /var/lib/apt/lists/*
 }
 
 packages() {

@@ -3,41 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deploy.grafana.panels import AUDIT, FORWARDS, GUARD, LATENCY, LOAD, OVERVIEW, SPECULATION, Panel, Row
-from service.metrics import ServiceMetrics
+from deploy.grafana.panels import AUDIT, FORWARDS, GUARD, LATENCY, LOAD, OVERVIEW, SPECULATION, Panel
 
 TARGET = Path(__file__).with_name("eyas.json")
 WIDTH = 24
 """Columns of Grafana's grid."""
 HEIGHT = 8
-CONDITIONAL = (GUARD, AUDIT)
-"""Rows about the CUDA path, each shown once the server exports all of its metrics."""
+ROWS = (OVERVIEW, SPECULATION, FORWARDS, GUARD, AUDIT, LATENCY, LOAD)
 
 Json = dict[str, Any]
-
-
-def exported() -> set[str]:
-    """Names of the metrics that the server has."""
-    return {family.name for family in ServiceMetrics().families}
-
-
-def rows() -> list[Row]:
-    """The rows whose metrics exist."""
-    names = exported()
-    cuda = [row for row in CONDITIONAL if set(re.findall(r"\beyas_\w+", " ".join(expressions(row)))) <= names]
-    return [OVERVIEW, SPECULATION, FORWARDS, *cuda, LATENCY, LOAD]
-
-
-def expressions(row: Row) -> Iterator[str]:
-    """The row's queries, as Grafana gets them."""
-    for panel in row.panels:
-        for _, query in panel.queries:
-            yield query.replace("$filter", 'instance=~"$instance"')
 
 
 def _panel(panel: Panel, number: int, x: int, y: int) -> Json:
@@ -73,7 +51,7 @@ def _panel(panel: Panel, number: int, x: int, y: int) -> Json:
 
 def _panels() -> Iterator[Json]:
     number = y = 0
-    for row in rows():
+    for row in ROWS:
         number += 1
         yield {
             "id": number, "type": "row", "title": row.title, "collapsed": False, "panels": [],

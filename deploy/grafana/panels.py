@@ -215,7 +215,7 @@ GUARD = Row(
         ),
         Panel(
             "Guard actions",
-            "What was done about them, and what caused them.",
+            "What was done about them, and what caused them. Only failed is seen by a client.",
             (
                 (
                     "{{action}} {{cause}}",
@@ -228,7 +228,7 @@ GUARD = Row(
 )
 
 AUDIT = Row(
-    "Captured graphs and audit",
+    "Captured graphs, step time and audit",
     (
         Panel(
             "Captured graphs",
@@ -237,16 +237,32 @@ AUDIT = Row(
                 ("{{phase}}", "sum by (phase) (eyas_graphs_captured{$filter})"),
                 ("{{phase}} off", "-sum by (phase) (eyas_graphs_disabled{$filter})"),
             ),
-            width=12,
+            width=6,
+        ),
+        Panel(
+            "Step on the device",
+            "How long the device works on a step of the whole batch.",
+            _percentiles("eyas_step_gpu_seconds"),
+            unit="s",
+            width=6,
+        ),
+        Panel(
+            "Host gap",
+            "How long the device waits for the launch of the next step.",
+            _percentiles("eyas_step_host_gap_seconds"),
+            unit="s",
+            width=6,
         ),
         Panel(
             "Audit",
-            "Tokens of finished requests that were scored again, and those that are not the target's.",
+            "Tokens of finished requests that were scored again, those that are not the target's, and audits "
+            "that were skipped.",
             (
-                ("audited", f"sum({_rate('eyas_audit_tokens_total')})"),
-                ("mismatches", f"sum({_rate('eyas_audit_mismatches_total')})"),
+                ("audited tokens", f"sum({_rate('eyas_audit_tokens_total')})"),
+                ("mismatches at {{position}}", f"sum by (position) ({_rate('eyas_audit_mismatches_total')})"),
+                ("audits {{outcome}}", f"sum by (outcome) ({_rate('eyas_audits_total')})"),
             ),
-            width=12,
+            width=6,
         ),
     ),
 )
