@@ -319,6 +319,12 @@ def _with_verdict(rows: Rows, verdict: Tensor | None) -> Rows:
     return rows if verdict is None else replace(rows, flags=rows.flags | verdict)
 
 
+def furthest_start(state: SlotState, pool: LatentPool, num_speculative_tokens: int) -> int:
+    """The furthest position from which a step still writes within the block table, its draft steps included."""
+    reach = num_speculative_tokens + 1 + max(0, num_speculative_tokens - 1)
+    return state.block_table.shape[1] * pool.page_size - reach
+
+
 def slots_check(slots: list[int]) -> int:
     """A check word of a step's slots, fillers included: sum of (place + 1) * (slot + 1)."""
     return sum(place * (slot + 1) for place, slot in enumerate(slots, start=1))

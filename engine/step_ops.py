@@ -15,7 +15,7 @@ from engine.kv.pool import SCRATCH_PAGE, LatentPool
 from engine.layout import uniform_layout
 from engine.rng import Purpose, uniforms
 from engine.sampler import Variant, distribution, draw, mask_logits, process_logits
-from engine.spec import Accepted, Drafted, Places, Rows
+from engine.spec import Accepted, Drafted, Places, Rows, furthest_start
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 
 
@@ -34,9 +34,7 @@ class PlainOps:
         self._page_size = pool.page_size
         self._num_pages = pool.num_pages
         self._k = num_speculative_tokens
-        # The furthest start from which a step still writes within the block table
-        reach = num_speculative_tokens + 1 + max(0, num_speculative_tokens - 1)
-        self._max_start = state.block_table.shape[1] * pool.page_size - reach
+        self._max_start = furthest_start(state, pool, num_speculative_tokens)
         self.checks = True
 
     def load(

@@ -23,7 +23,7 @@ from engine.kernels.jit import await_previous, check_rows, jit, jit_function, ji
 from engine.kernels.slots import begin_kernel, commit_kernel, load_kernel, place_kernel
 from engine.kv.pool import LatentPool
 from engine.sampler import Variant
-from engine.spec import Accepted, Drafted, Places, Rows
+from engine.spec import Accepted, Drafted, Places, Rows, furthest_start
 from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 
 CHUNK = 256
@@ -57,9 +57,7 @@ class GreedyOps:
         self._page_size = pool.page_size
         self._num_pages = pool.num_pages
         self._k = num_speculative_tokens
-        # The furthest start from which a step still writes within the block table
-        reach = num_speculative_tokens + 1 + max(0, num_speculative_tokens - 1)
-        self._max_start = state.block_table.shape[1] * pool.page_size - reach
+        self._max_start = furthest_start(state, pool, num_speculative_tokens)
         self.checks = True
 
     def load(
