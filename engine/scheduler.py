@@ -10,20 +10,20 @@ Nothing here changes what a request's tokens are; it only changes when they come
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort
-from collections import Counter
+from bisect import insort
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from engine.audit import is_audit
+from engine.deltas import make_delta
 from engine.errors import RequestError
 from engine.kv.manager import KvManager
 from engine.kv.prefix import Digest, sha256
+from engine.queues import Queues, order_of
 from engine.scheduler_config import SchedulerConfig
 from engine.sequence import Plan, PrefillChunk, PrefillResult, RowResult, Sequence
-from engine.types import ErrorInfo, FinishReason, ForwardCount, Request, StepStats, TokenDelta
+from engine.types import ErrorInfo, ForwardCount, Request, StepStats, TokenDelta
 
 if TYPE_CHECKING:
     from engine.grammar.walker import Constraint
@@ -61,10 +61,9 @@ class Scheduler:
             digest=digest,
         )
         self._live: dict[str, Sequence] = {}
-        # Both sorted by ``order``; a sequence is in one of them.
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._free_slots = list(range(config.max_num_seqs))
+        self._queues = Queues(config, self._kv)
+        # To look at: only ``Queues`` changes them
+        self._waiting, self._running = self._queues.waiting, self._queues.running
         self._serial = 0
         self._prompt_tokens = 0
         self._queried_tokens = 0
@@ -94,7 +93,7 @@ class Scheduler:
         order = (request.priority, request.arrival_time, self._serial)
         sequence = Sequence(request, order, limit, self.config.stride, constraint)
         self._live[request.request_id] = sequence
-        insort(self._waiting, sequence, key=_order)
+        self._queues.add(sequence)
 
     def abort(self, request_id: str) -> bool:
         """End a request without a delta. False if no such request is live."""
@@ -114,7 +113,7 @@ class Scheduler:
             return
         if not publish:
             self._kv.withdraw(sequence)
-        self._vacate(sequence)
+        self._queues.vacate(sequence)
         sequence.finished = True
         del self._live[sequence.request.request_id]
 
@@ -137,8 +136,7 @@ class Scheduler:
         """
         tainted = self._kv.own_pages(sequence)
         self._kv.withdraw(sequence)
-        self._vacate(sequence)
-        insort(self._waiting, sequence, key=_order)
+        self._queues.requeue(sequence)
         sequence.matched = []
         sequence.rebuilt = True
         sequence.suspicion = suspicion
@@ -155,10 +153,10 @@ class Scheduler:
         bound = self._admit()
         ready = [sequence for sequence in bound if sequence.may_step]
         for sequence in ready:
-            insort(rows, sequence, key=_order)
+            insort(rows, sequence, key=order_of)
         for sequence in rows:
             sequence.steps_in_flight += 1
-        return Plan(bound, self._page_updates(), ready, rows, self._share_prefill())
+        return Plan(bound, self._queues.page_updates(), ready, rows, self._share_prefill())
 
     def process(self, results: list[RowResult]) -> list[TokenDelta]:
         """Take the results of a launched step: keep tokens, end requests, publish blocks.
@@ -188,15 +186,15 @@ class Scheduler:
                 sequence.prompt_logprobs = known + result.logprobs
             if result.is_last and sequence.only_prefills:
                 self._kv.publish(sequence)
-                deltas.append(self._tell(sequence, [], "length"))
+                deltas.append(make_delta(sequence, [], "length"))
                 self.release(sequence)
         return deltas
 
     def stats(self, forwards: list[ForwardCount] | None = None) -> StepStats:
         """State now and counts since the last call; ``forwards`` is the runner's part."""
         stats = StepStats(
-            requests_running=len(self._running) - _num_audits(self._running),
-            requests_waiting=len(self._waiting) - _num_audits(self._waiting),
+            requests_running=self._queues.num_running,
+            requests_waiting=self._queues.num_waiting,
             pages_used=self._kv.pages.num_used,
             pages_cached=self._kv.pages.num_cached,
             pages_free=self._kv.pages.num_free,
@@ -211,25 +209,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Every invariant of the accounting, for tests and debugging. Raises ``AssertionError``."""
-        for queue in (self._waiting, self._running):
-            assert queue == sorted(queue, key=_order), "a queue is out of order"
-        queued = [sequence.request.request_id for sequence in (*self._waiting, *self._running)]
-        assert Counter(queued) == Counter(self._live.keys()), "a live sequence is in no queue, or in two"
-        slots = Counter([sequence.slot for sequence in self._running] + list(self._free_slots))
-        assert slots == Counter(range(self.config.max_num_seqs)), f"slots are lost or shared: {slots}"
-        for sequence in self._waiting:
-            assert sequence.slot is None and not sequence.pages, "a waiting sequence holds something"
-        for sequence in self._running:
-            ended = len(sequence.tokens) >= sequence.limit and not sequence.only_prefills
-            assert not sequence.finished and not ended, "it should have ended"
-            if sequence.steps_in_flight:
-                reach = min(
-                    sequence.written_upper_bound - self.config.stride + self.config.room,
-                    self.config.max_model_len,
-                )
-                held = len(sequence.pages) * self.config.page_size
-                assert held >= reach, "a step in flight has no page to write to"
-        self._kv.check(self._running)
+        self._queues.check(self._live.keys())
 
     # --- rows and their pages -------------------------------------------------------------------------------
 
@@ -261,35 +241,10 @@ class Scheduler:
         """Positions that must have a page before one more step is launched; later ones are never kept."""
         return min(sequence.written_upper_bound + self._room, self.config.max_model_len)
 
-    def _page_updates(self) -> list[tuple[int, int, list[int]]]:
-        updates = []
-        for sequence in self._running:
-            first = sequence.num_pages_synced
-            if first < len(sequence.pages):
-                assert sequence.slot is not None, "a running sequence has a slot"
-                updates.append((sequence.slot, first, sequence.pages[first:]))
-                sequence.num_pages_synced = len(sequence.pages)
-        return updates
-
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue with the tokens it has; it resumes by prefill."""
-        self._vacate(sequence)
-        insort(self._waiting, sequence, key=_order)
+        self._queues.requeue(sequence)
         self._preemptions += not is_audit(sequence.request.request_id)
-
-    def _vacate(self, sequence: Sequence) -> None:
-        """The only place where pages and slots go back."""
-        queue = self._waiting if sequence.slot is None else self._running
-        place = bisect_left(queue, sequence.order, key=_order)
-        assert queue[place] is sequence, "a live sequence is in one queue"
-        del queue[place]
-        if sequence.slot is not None:
-            heappush(self._free_slots, sequence.slot)
-        self._kv.give_back(sequence)
-        sequence.slot = None
-        sequence.prefill_end = sequence.prefilled = 0
-        sequence.steps_in_flight = 0
-        sequence.epoch += 1
 
     # --- admission ------------------------------------------------------------------------------------------
 
@@ -300,7 +255,7 @@ class Scheduler:
         # What the running ones need for their next step stays: they would take it back by preemption.
         per_row = self._kv.pages_for(self.config.stride)
         for sequence in self._waiting[: self.config.max_num_seqs]:
-            if len(self._free_slots) <= held_slots:
+            if self._queues.num_free_slots <= held_slots:
                 break
             self._kv.match(sequence)
             reach = self._reach(sequence)
@@ -327,12 +282,7 @@ class Scheduler:
         )
 
     def _bind(self, sequence: Sequence) -> None:
-        place = bisect_left(self._waiting, sequence.order, key=_order)
-        del self._waiting[place]
-        insort(self._running, sequence, key=_order)
-        sequence.slot = heappop(self._free_slots)
-        sequence.prefill_end = len(sequence.tokens) - 1
-        sequence.prefilled = sequence.num_hit_blocks * self.config.page_size
+        self._queues.bind(sequence)
         if sequence.scheduled_time is None:
             sequence.scheduled_time = self._clock()
             sequence.num_cached_tokens = sequence.prefilled
@@ -366,47 +316,7 @@ class Scheduler:
         kept, reason = sequence.cut(result.token_ids)
         sequence.tokens += kept
         self._kv.publish(sequence)
-        delta = self._tell(sequence, kept, reason, result)
+        delta = make_delta(sequence, kept, reason, result)
         if reason is not None:
             self.release(sequence)
         return delta
-
-    def _tell(
-        self,
-        sequence: Sequence,
-        kept: list[int],
-        reason: FinishReason | None,
-        result: RowResult | None = None,
-    ) -> TokenDelta:
-        """The delta of ``kept`` tokens; ``result`` is of the step that emitted them."""
-        is_first, sequence.has_emitted = not sequence.has_emitted, True
-        logprobs = None if result is None else result.logprobs
-        stopped = reason == "stop" and bool(kept) and kept[-1] in sequence.stop_ids
-        return TokenDelta(
-            request_id=sequence.request.request_id,
-            token_ids=kept,
-            num_drafts=0 if result is None else result.num_drafts,
-            num_accepted=0 if result is None else min(result.num_accepted, len(kept)),
-            logprobs=None if logprobs is None else logprobs[: len(kept)],
-            prompt_logprobs=sequence.prompt_logprobs if is_first else None,
-            finish_reason=reason,
-            stop_token_id=kept[-1] if stopped else None,
-            num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
-            scheduled_time=sequence.scheduled_time if is_first else None,
-            error=_dead_end(sequence) if reason == "error" else None,
-        )
-
-
-def _dead_end(sequence: Sequence) -> ErrorInfo:
-    spec = sequence.request.params.grammar
-    message = "no token of the model can continue the output as the grammar wants it"
-    return ErrorInfo("invalid_request", message, spec.param if spec is not None else None)
-
-
-def _num_audits(queue: list[Sequence]) -> int:
-    """One at most is live, and stands behind all others."""
-    return int(bool(queue) and is_audit(queue[-1].request.request_id))
-
-
-def _order(sequence: Sequence) -> tuple[int, float, int]:
-    return sequence.order

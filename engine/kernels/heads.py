@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -106,9 +107,16 @@ def _head_linear(
     )
 
 
-def input_block(inputs: int, tile: Tile) -> int:
-    """Inputs that a program reads at once: a power of two, at least the 16 that a matrix unit takes."""
-    return min(tile.inputs, max(16, power_of_two(inputs)))
+def product_options(inputs: int, dtype: torch.dtype, tile: Tile = NARROW) -> dict[str, Any]:
+    """What a kernel that calls ``head_product`` over ``inputs`` of ``dtype`` is launched with."""
+    return {
+        "row_block": MAX_ROWS,
+        "output_block": tile.outputs,
+        # A power of two, at least the 16 that a matrix unit takes
+        "input_block": min(tile.inputs, max(16, power_of_two(inputs))),
+        "precision": precision(dtype),
+        "num_warps": 4,
+    }
 
 
 def head_linear(x: Tensor, weight: Tensor, out: Tensor, tile: Tile = NARROW) -> None:
@@ -135,10 +143,6 @@ def head_linear(x: Tensor, weight: Tensor, out: Tensor, tile: Tile = NARROW) -> 
         rows,
         inputs=inputs,
         outputs=outputs,
-        row_block=MAX_ROWS,
-        output_block=tile.outputs,
-        input_block=input_block(inputs, tile),
-        precision=precision(x.dtype),
-        num_warps=4,
+        **product_options(inputs, x.dtype, tile),
         num_stages=4,
     )

@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.heads import MAX_ROWS, NARROW, head_product, input_block
+from engine.kernels.heads import MAX_ROWS, NARROW, head_product, product_options
 from engine.kernels.jit import (
     await_previous,
     check_rows,
     jit_function,
     jit_varying,
     power_of_two,
-    precision,
     prefetch,
 )
 from engine.kernels.norm import normed
@@ -240,10 +239,6 @@ def write_latent(
         nope=nope,
         absorbs=absorbs,
         head_block=head_block,
-        row_block=MAX_ROWS,
-        output_block=NARROW.outputs,
-        input_block=input_block(nope, NARROW),
-        precision=precision(query.dtype),
-        num_warps=4,
+        **product_options(nope, query.dtype),
     )
     return absorbs

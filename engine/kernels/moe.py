@@ -97,25 +97,8 @@ def run_gate_up(x: Tensor, gate_up: Tensor, blocks: Blocks, tile: Tile) -> Tenso
     """``silu(gate) * up`` of each pair: ``[N * slots, inner]`` in the dtype of ``x``."""
     (tokens, hidden), inner = x.shape, gate_up.shape[2] // 2
     gated = torch.empty(tokens * blocks.slots, inner, dtype=x.dtype, device=x.device)
-    columns, depth = _fitting(tile, inner, hidden)
-    _gate_up_kernel[_grid(tokens, blocks, inner, columns)](
-        x,
-        x.stride(0),
-        gate_up,
-        *gate_up.stride(),
-        blocks.entries,
-        blocks.pairs,
-        gated,
-        tokens,
-        hidden=hidden,
-        inner=inner,
-        **_shape_of(blocks, gate_up),
-        columns=columns,
-        depth=depth,
-        precision=precision(x.dtype),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    sizes = {"hidden": hidden, "inner": inner}
+    _launch(_gate_up_kernel, (x, x.stride(0)), gate_up, gated, blocks, tile, tokens, sizes)
     return gated
 
 
@@ -124,24 +107,8 @@ def run_down(gated: Tensor, down: Tensor, blocks: Blocks, tile: Tile) -> Tensor:
     inner, hidden = down.shape[1:]
     tokens = gated.shape[0] // blocks.slots
     parts = torch.empty(tokens, blocks.slots, hidden, dtype=torch.float32, device=gated.device)
-    columns, depth = _fitting(tile, hidden, inner)
-    _down_kernel[_grid(tokens, blocks, hidden, columns)](
-        gated,
-        down,
-        *down.stride(),
-        blocks.entries,
-        blocks.pairs,
-        parts,
-        tokens,
-        hidden=hidden,
-        inner=inner,
-        **_shape_of(blocks, down),
-        columns=columns,
-        depth=depth,
-        precision=precision(gated.dtype),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    sizes = {"hidden": hidden, "inner": inner}
+    _launch(_down_kernel, (gated,), down, parts, blocks, tile, tokens, sizes)
     return parts
 
 
@@ -165,30 +132,52 @@ def combine(parts: Tensor, weights: Tensor, residual: Tensor) -> Tensor:
     return out
 
 
-def _fitting(tile: Tile, columns: int, depth: int) -> tuple[int, int]:
-    """The tile's columns and depth, cut down to a small matrix; a product takes at least 16 of each."""
-    return (
-        min(tile.columns, max(16, power_of_two(columns))),
-        min(tile.depth, max(16, power_of_two(depth))),
+def _launch(
+    kernel: Any,
+    source: tuple[Any, ...],
+    weight: Tensor,
+    out: Tensor,
+    blocks: Blocks,
+    tile: Tile,
+    tokens: int,
+    sizes: dict[str, int],
+) -> None:
+    """A product over every block and every tile of columns of ``out``.
+
+    Args:
+        source: The factor ``[rows, depth]``, then its row stride if the kernel takes one.
+        out: ``[..., columns]``, contiguous.
+        sizes: The kernel's names for depth and columns.
+    """
+    num_shared = blocks.slots - blocks.top_k
+    assert weight.shape[0] == blocks.num_experts + num_shared, (weight.shape, blocks.num_experts, num_shared)
+    columns = _fitting(tile.columns, out.shape[-1])
+    # Blocks run fastest: several of one expert then read the same tile of its weights at the same time.
+    num_blocks = num_shared * triton.cdiv(tokens, blocks.size) + blocks.entries.shape[0]
+    kernel[num_blocks, triton.cdiv(out.shape[-1], columns)](
+        *source,
+        weight,
+        *weight.stride(),
+        blocks.entries,
+        blocks.pairs,
+        out,
+        tokens,
+        **sizes,
+        experts=blocks.num_experts,
+        top_k=blocks.top_k,
+        slots=blocks.slots,
+        block_rows=blocks.size,
+        columns=columns,
+        depth=_fitting(tile.depth, source[0].shape[-1]),
+        precision=precision(source[0].dtype),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
 
 
-def _grid(tokens: int, blocks: Blocks, width: int, columns: int) -> tuple[int, int]:
-    # Blocks run fastest: several of one expert then read the same tile of its weights at the same time.
-    num_shared = blocks.slots - blocks.top_k
-    shared = num_shared * triton.cdiv(tokens, blocks.size)
-    return shared + blocks.entries.shape[0], triton.cdiv(width, columns)
-
-
-def _shape_of(blocks: Blocks, weight: Tensor) -> dict[str, int]:
-    num_shared = blocks.slots - blocks.top_k
-    assert weight.shape[0] == blocks.num_experts + num_shared, (weight.shape, blocks.num_experts, num_shared)
-    return {
-        "experts": blocks.num_experts,
-        "top_k": blocks.top_k,
-        "slots": blocks.slots,
-        "block_rows": blocks.size,
-    }
+def _fitting(extent: int, size: int) -> int:
+    """A tile's extent, cut down to a small matrix; a product takes at least 16."""
+    return min(extent, max(16, power_of_two(size)))
 
 
 @jit_function
