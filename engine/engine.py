@@ -129,9 +129,10 @@ class Engine:
     def iterate(self) -> Outputs:
         """One iteration: at most one step and one prefill are launched, at most one step's results read."""
         deltas = self._add_compiled()
-        if self._pending is not None and (self._pending.constrained or self._ladder.has_suspects):
-            # What a constrained row may choose next depends on what it chose last; a suspect, which is read at
-            # once, must not overtake what its own prefill told
+        alone = self._ladder.begin()
+        if self._pending is not None and (self._pending.constrained or alone is not None):
+            # What a constrained row may choose next depends on what it chose last; a row that steps alone, which is
+            # read at once, must not overtake what its own prefill told
             deltas += self._process(self._pending)
             self._pending = None
         plan = self._scheduler.schedule()
@@ -140,13 +141,13 @@ class Engine:
             assert seed is not None, "add() gives each request a seed"
             self._runner.bind(sequence, seed)
         self._runner.state.set_pages(plan.pages)
-        suspects = [row for row in plan.rows if row.suspicion is not None]
-        rows = [row for row in plan.rows if row.suspicion is None] if suspects else plan.rows
+        rows = plan.rows if alone is None else [row for row in plan.rows if row is not alone]
         allowed = self._find_allowed(rows)
         step = self._runner.launch(rows, allowed) if rows else None
-        for suspect in suspects:
-            deltas += self._ladder.climb(suspect)
-            self._sync_steps["retry"] += self._overlap
+        taken = len(rows) < len(plan.rows)
+        self._ladder.turns.planned(taken=taken, others=bool(rows))
+        if alone is not None and taken:
+            deltas += self._step_alone(alone)
         prefill = self._runner.prefill(plan.prefill) if plan.prefill else None
         # Of one known token there is nothing to prefill
         empty = [one for one in plan.bind if one.only_prefills and not one.prefill_end]
@@ -218,6 +219,14 @@ class Engine:
                 self._overdue.append(row)
         self._sync_steps["grammar"] += self._overlap
         return allowed
+
+    def _step_alone(self, row: Sequence) -> list[TokenDelta]:
+        """The planned step of a row that faults keep apart from the others; waits for it."""
+        self._sync_steps["retry"] += self._overlap
+        if row.suspicion is not None:
+            return self._ladder.climb(row)
+        step = self._ladder.step_isolated(row)
+        return [] if step is None else self._process(_Launched(step, None, constrained=False))
 
     def _fail_overdue(self) -> list[TokenDelta]:
         """End the requests whose grammar cannot be followed; their step, which had no mask, is void."""

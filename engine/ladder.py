@@ -3,6 +3,10 @@
 A trip emits nothing. The request gives its pages back, computes all its KV anew, and its next step climbs a ladder
 that finds the cause: eager, with its drafts; if that is not finite either, its next token alone; if even that is
 not, the model itself has no finite answer. A rung that the tripped step has answered already is left out.
+
+What a fault costs is bounded. A request that was rescued ``MAX_RESCUES`` times is isolated: its next token alone,
+eager, is all that each further step of it verifies, and the first of them that trips ends it. Whoever has to step
+alone does so in its turn (``engine.turns``), and one bundle is written an iteration.
 """
 
 from __future__ import annotations
@@ -10,19 +14,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from torch import Tensor
 
 from engine.contract import GraphKey
+from engine.graph import DISABLE_AFTER
 from engine.guard import CONTRACT, HALTING, Flag, violated_fields
 from engine.pending import PendingStep
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.sequence import PrefillResult, RowResult, Sequence
+from engine.turns import Turns
 from engine.types import ErrorInfo, ForwardReason, TokenDelta
 
 Cause = Literal["replay", "draft_token", "model"]
+
+MAX_RESCUES: Final = DISABLE_AFTER + 1
+"""Rescues of one request, each a prefill of all that it has, after which it is isolated. One more than a graph's
+faults: a request that met all of those has no part in them, and goes on as before once the graph is turned off."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +60,13 @@ class BundleSink(Protocol):
 class Ladder:
     """Handles trips.
 
+    Each iteration of the engine calls ``begin``, ``Turns.planned``, and for the row whose turn it is ``climb`` or
+    ``step_isolated``.
+
     Args:
         find_allowed: The mask of a constrained row, as the engine finds it for a step.
         is_overdue: Whether it found none in time: the row has no mask, and the engine ends the request.
-        bundles: Told of each trip before anything is given back.
+        bundles: Told of an iteration's first trip before anything is given back.
     """
 
     def __init__(
@@ -69,7 +82,13 @@ class Ladder:
         self._find_allowed = find_allowed
         self._is_overdue = is_overdue
         self._bundles = bundles
-        self._suspects: set[Sequence] = set()
+        self._has_bundled = False
+        self.turns = Turns()
+
+    def begin(self) -> Sequence | None:
+        """An iteration begins: the request that may step alone in it, if any."""
+        self._has_bundled = False
+        return self.turns.take()
 
     def trip(self, results: list[RowResult | PrefillResult], step: PendingStep | None) -> list[TokenDelta]:
         """Take the tripped results of what one iteration launched; the ends of requests that cannot go on."""
@@ -85,52 +104,77 @@ class Ladder:
         if isinstance(result, PrefillResult) or result.flags & (Flag.PREFILL_NAN | Flag.PREFILL_INF):
             graph = None  # a prefill runs eager
             rungs: tuple[bool, ...] = ()
+        elif result.sequence.isolated:
+            rungs = ()  # this was the last thing to try
         else:
             # A row that was stopped before it ran has answered nothing, eager or not
             with_drafts = graph is not None or bool(result.flags & (CONTRACT | Flag.TARGET_OOV))
             rungs = (True,) * with_drafts + (False,) * (result.sequence.stride > 1)
-        if self._bundles is not None:
-            self._bundles.write(result, graph)
+        self._bundle(result, graph)
         if not rungs:
             return [self._fail(result)]
         name, position = result.sequence.request.request_id, len(result.sequence.tokens)
         logger.warning("request %s tripped at token %d (%s)", name, position, _found(result))
         capture = self._runner.graphs.capture_of(graph) if self._runner.graphs and graph else None
         suspicion = Suspicion(graph, capture, bool(result.flags & CONTRACT), rungs)
-        self._suspects.add(result.sequence)
+        self.turns.join(result.sequence)
         self._scrub(self._scheduler.rebuild(result.sequence, suspicion))
         return []
 
-    @property
-    def has_suspects(self) -> bool:
-        """Some request is to climb once it is prefilled."""
-        if self._suspects:
-            self._suspects = {one for one in self._suspects if not one.finished}
-        return bool(self._suspects)
+    def _bundle(self, result: RowResult | PrefillResult, graph: GraphKey | None) -> None:
+        """Keep the evidence, once an iteration: a bundle may take a good part of a second."""
+        if self._bundles is None:
+            return
+        if self._has_bundled:
+            self._runner.counts["nan_bundles", ("skipped",)] += 1
+            return
+        self._bundles.write(result, graph)
+        self._has_bundled = True
 
     def climb(self, row: Sequence) -> list[TokenDelta]:
         """Run the next step of a rebuilt row, planned but not launched; waits for it."""
         suspicion, row.suspicion = row.suspicion, None
-        self._suspects.discard(row)
         assert suspicion is not None, "only a suspect climbs"
         allowed = self._find_allowed([row])
         if self._is_overdue(row):
             return []
         reason: ForwardReason = "contract" if suspicion.contract else "retry"
         for verify_drafts in suspicion.rungs:
-            mask = allowed if allowed is None or verify_drafts else allowed[:, :1].contiguous()
-            step = self._runner.retry(row, mask, verify_drafts=verify_drafts, reason=reason)
+            step = self._try(row, allowed, verify_drafts, reason)
             [result] = step.results()
             if not result.flags & HALTING:
                 self._clear(row, suspicion, "replay" if verify_drafts else "draft_token")
                 return self._scheduler.process([result])
         return [self._fail(result)]
 
+    def step_isolated(self, row: Sequence) -> PendingStep | None:
+        """Launch the next step of an isolated row; ``None`` if its grammar cannot be followed."""
+        self.turns.join(row)
+        allowed = self._find_allowed([row])
+        return None if self._is_overdue(row) else self._try(row, allowed, False, "retry")
+
+    def _try(
+        self, row: Sequence, allowed: Tensor | None, verify_drafts: bool, reason: ForwardReason
+    ) -> PendingStep:
+        if allowed is not None and not verify_drafts:
+            allowed = allowed[:, :1].contiguous()
+        return self._runner.retry(row, allowed, verify_drafts=verify_drafts, reason=reason)
+
     def _clear(self, row: Sequence, suspicion: Suspicion, cause: Cause) -> None:
-        logger.warning("request %s goes on; cause of its trip: %s", row.request.request_id, cause)
+        """Let a row go on: with the others, or alone if it has tripped too often."""
+        name = row.request.request_id
+        logger.warning("request %s goes on; cause of its trip: %s", name, cause)
         self._runner.counts["nan_guard_actions", ("retried", cause)] += 1
         if cause == "replay" and suspicion.graph is not None and not suspicion.contract:
             self._runner.capture_again(suspicion.graph, suspicion.capture)
+        row.num_rescues += 1
+        if row.num_rescues < MAX_RESCUES:
+            self.turns.leave(row)
+            return
+        row.isolated = True
+        self.turns.join(row)
+        logger.warning("request %s tripped %d times: it goes on alone, without drafts", name, MAX_RESCUES)
+        self._runner.counts["nan_guard_actions", ("isolated", cause)] += 1
 
     def _fail(self, result: RowResult | PrefillResult) -> TokenDelta:
         """End a request whose logits are not finite; its epoch moves on, so nothing of it is kept."""

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The scheduler's record of a live request. Compared by identity; only the scheduler changes it.
+    """The scheduler's record of a live request. Compared by identity; only the scheduler changes it, and the ladder
+    what concerns faults.
 
     Args:
         order: Place in every queue: (priority, arrival time, serial number).
@@ -67,6 +68,12 @@ class Sequence:
     """After a fault: how its next step is to be run, alone."""
     rebuilt: bool = False
     """After a fault its KV is computed anew, whole: nothing of it comes from the prefix cache."""
+    num_rescues: int = 0
+    """Times that it went on after a fault."""
+    isolated: bool = False
+    """After too many of them: every step of it runs alone and eager, and verifies its next token only."""
+    held: bool = False
+    """It is to step alone, and it is not its turn."""
 
     scheduled_time: float | None = None
     """When it first left the queue, monotonic seconds."""
@@ -116,8 +123,9 @@ class Sequence:
 
     @property
     def may_step(self) -> bool:
-        """Prefilled, and not certain to end by the steps in flight (each emits at least one token)."""
-        return self.prefilled == self.prefill_end and len(self.tokens) + self.steps_in_flight < self.limit
+        """Prefilled, not held, and not certain to end by the steps in flight (each emits at least one token)."""
+        prefilled = self.prefilled == self.prefill_end and not self.held
+        return prefilled and len(self.tokens) + self.steps_in_flight < self.limit
 
     def next_chunk(self, count: int) -> PrefillChunk:
         """Order the next ``count`` positions to be prefilled."""

@@ -48,12 +48,15 @@ ENGINE_COUNTS: dict[str, EngineCount] = {
         (*product(("prefill", "verify", "draft"), ("nan", "inf")), ("verify", "oov")),
     ),
     "nan_guard_actions": EngineCount(
-        "What the guard did: rebuilt a request and went on (retried) or failed it, dropped its drafts for one "
-        "step, or ignored a row that decided nothing; and what it found to be the cause; per event.",
+        "What the guard did: rebuilt a request and went on (retried), made it go on alone after too many trips "
+        "(isolated), failed it, dropped its drafts for one step, or ignored a row that decided nothing; and what "
+        "it found to be the cause; per event.",
         ("action", "cause"),
         (
             ("retried", "replay"),
             ("retried", "draft_token"),
+            ("isolated", "replay"),
+            ("isolated", "draft_token"),
             ("failed", "model"),
             ("drafts_dropped", "draft"),
             ("ignored", "none"),
@@ -61,9 +64,10 @@ ENGINE_COUNTS: dict[str, EngineCount] = {
     ),
     "nan_guard_pages_scrubbed": EngineCount("Pages zeroed after a fault; per page."),
     "nan_bundles": EngineCount(
-        "Bundles of tripped steps by how it went: written, limit (the directory is full) or failed; per row.",
+        "Bundles of tripped steps by how it went: written, skipped (another row of the same iteration had one), "
+        "limit (the directory is full) or failed; per row.",
         ("outcome",),
-        (("written",), ("limit",), ("failed",)),
+        (("written",), ("skipped",), ("limit",), ("failed",)),
     ),
     "audits": EngineCount(
         "Audits of finished greedy requests by how they ended: scored, skipped (too many waited, or it gave way to "

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +14,13 @@ from engine.engine import Engine
 from engine.graph import DISABLE_AFTER, StepGraphs
 from engine.guard import HALTING
 from engine.sampler import GREEDY
-from engine.types import SamplingParams, TokenDelta
-from tests.engine.drive import check_pages, greedy, make_engine, request
+from engine.types import TokenDelta
+from tests.engine.drive import greedy, make_engine, request
+from tests.engine.faults import poison, serve, tokens_of
 from tests.fixtures.checkpoints import F1, build_f1
 
 SCHEDULES = ["sync", "overlap"]
 VALUES = [math.nan, math.inf, -math.inf]
-Counts = Counter[tuple[str, tuple[str, ...]]]
-
-
-def _serve(
-    engine: Engine, *requests: tuple[str, list[int], SamplingParams]
-) -> tuple[list[TokenDelta], Counts]:
-    """Everything that the requests got, what was counted, and forwards as ``(path, reason)`` counts."""
-    for name, prompt, params in requests:
-        engine.add(request(name, prompt, params))
-    deltas: list[TokenDelta] = []
-    counts: Counts = Counter()
-    while engine.has_work():
-        outputs = engine.iterate()
-        deltas += outputs.deltas
-        counts.update({(one.name, one.labels): one.value for one in outputs.stats.counts})
-        for forward in outputs.stats.forwards:
-            if forward.phase == "step":
-                counts["steps", (forward.path, forward.reason)] += forward.count
-        for reason, count in outputs.stats.sync_steps.items():
-            counts["sync_steps", (reason,)] += count
-        engine._scheduler.check()
-    check_pages(engine)
-    return deltas, counts
-
-
-def _tokens(deltas: list[TokenDelta], name: str) -> list[int]:
-    return [token for delta in deltas if delta.request_id == name for token in delta.token_ids]
-
-
-def _poison(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    when: Callable[[Tensor, int], bool],
-    value: float,
-    row: int,
-) -> None:
-    """Overwrite one row of the target's logits where ``when(hidden, number of the call)``."""
-    decoder = engine._runner.step._decoder
-    original = decoder.logits
-    calls = 0
-
-    def logits(hidden: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        out = original(hidden)
-        if when(hidden, calls):
-            out = out.clone()
-            out[row if out.shape[0] > abs(row) else 0, 3] = value
-        return out
-
-    monkeypatch.setattr(decoder, "logits", logits)
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -83,33 +31,15 @@ def test_a_fault_of_one_eager_step_costs_that_step_and_nothing_else(
 ) -> None:
     """Eager with drafts was answered by the step itself: the next token alone is what is left to try."""
     engine = make_engine(f1.path, schedule=schedule)
-    _poison(engine, monkeypatch, lambda _, call: call == 2, value, row)
-    deltas, counts = _serve(engine, ("a", [5, 9], greedy(30)))
-    assert _tokens(deltas, "a") == f1.walk(9, 30) and deltas[-1].finish_reason == "length"
+    poison(engine, monkeypatch, lambda _, call: call == 2, value, row)
+    deltas, counts = serve(engine, ("a", [5, 9], greedy(30)))
+    assert tokens_of(deltas, "a") == f1.walk(9, 30) and deltas[-1].finish_reason == "length"
     kind = "nan" if math.isnan(value) else "inf"
     assert counts["nan_guard_trips", ("verify", kind)] == 1
     assert counts["nan_guard_actions", ("retried", "draft_token")] == 1
     assert counts["steps", ("eager", "retry")] == 1
     assert counts["sync_steps", ("retry",)] == (schedule == "overlap")
     assert counts["nan_guard_pages_scrubbed", ()] > 0
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("params", [greedy(30), SamplingParams(max_tokens=30, temperature=0.3, seed=4)])
-def test_drafts_that_the_target_cannot_bear_are_left_out(
-    f1: F1, schedule: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every step with drafts fails: each token then comes from a step of its own, and all are right."""
-    engine = make_engine(f1.path, schedule=schedule)
-    _poison(engine, monkeypatch, lambda hidden, _: hidden.shape[0] > 1, math.nan, 0)
-    deltas, counts = _serve(engine, ("a", [5, 9], params))
-    assert _tokens(deltas, "a") == f1.walk(9, 30)
-    assert (
-        counts["nan_guard_actions", ("retried", "draft_token")]
-        == counts["nan_guard_trips", ("verify", "nan")]
-        == 30
-    )
-    assert all(delta.num_drafts == 0 for delta in deltas)
 
 
 @pytest.mark.parametrize("value", VALUES)
@@ -125,12 +55,12 @@ def test_a_model_without_an_answer_ends_the_request_and_no_other(
         faulty[0] |= call >= 3 and hidden.shape[0] == 8
         return faulty[0] and hidden.shape[0] in (1, 8)
 
-    _poison(engine, monkeypatch, when, value, row=-4)
-    deltas, counts = _serve(engine, ("a", [5, 9], greedy(30)), ("b", [7, 11], greedy(30)))
-    assert _tokens(deltas, "a") == f1.walk(9, 30)
+    poison(engine, monkeypatch, when, value, row=-4)
+    deltas, counts = serve(engine, ("a", [5, 9], greedy(30)), ("b", [7, 11], greedy(30)))
+    assert tokens_of(deltas, "a") == f1.walk(9, 30)
     last = [delta for delta in deltas if delta.request_id == "b"][-1]
     assert last.finish_reason == "error" and last.error is not None and last.error.code == "numerical_error"
-    emitted = _tokens(deltas, "b")
+    emitted = tokens_of(deltas, "b")
     assert emitted == f1.walk(11, 30)[: len(emitted)]
     assert counts["nan_guard_actions", ("failed", "model")] == 1
     assert torch.isfinite(engine._runner.pool.pages).all()
@@ -182,9 +112,9 @@ def test_a_fault_of_the_replay_alone_replaces_the_graph_and_the_request_goes_on(
     weight = captured._runner.step._decoder.embedding.weight
     poisoned = _Poisoned(inner, weight, f1.walk(9, 8 + distance)[-1], value)
     graphs._captured[key] = (contract, poisoned)
-    deltas, counts = _serve(captured, ("a", [5, 9], greedy(24)), ("b", [5, 9], greedy(24)))
+    deltas, counts = serve(captured, ("a", [5, 9], greedy(24)), ("b", [5, 9], greedy(24)))
     for name in "ab":
-        assert _tokens(deltas, name) == f1.walk(9, 24)
+        assert tokens_of(deltas, name) == f1.walk(9, 24)
     # A poisoned embedding trips drafts too; those cost acceptance only
     trips = sum(counts["nan_guard_trips", ("verify", kind)] for kind in ("nan", "inf"))
     assert trips == counts["nan_guard_actions", ("retried", "replay")] == 2
@@ -201,8 +131,8 @@ def test_a_graph_that_keeps_failing_is_given_up(f1: F1, captured: Engine) -> Non
     for expected in range(1, DISABLE_AFTER + 1):
         captured._runner.capture_again(key, graphs.capture_of(key))
         assert graphs.num_disabled == ({"step": 1} if expected == DISABLE_AFTER else {})
-    deltas, counts = _serve(captured, ("a", [5, 9], greedy(9)))
-    assert _tokens(deltas, "a") == f1.walk(9, 9)
+    deltas, counts = serve(captured, ("a", [5, 9], greedy(9)))
+    assert tokens_of(deltas, "a") == f1.walk(9, 9)
     assert counts["steps", ("eager", "disabled")] > 0 and not counts["steps", ("replay", "none")]
 
 
@@ -234,8 +164,8 @@ def test_a_capture_that_fails_costs_the_graph_and_not_the_engine(
         broken.setattr(graphs, "_capture_one", fail)
         captured._runner.capture_again(key, graphs.capture_of(key))
     assert graphs.num_disabled == {"step": 1}
-    deltas, _ = _serve(captured, ("a", [5, 9], greedy(9)))
-    assert _tokens(deltas, "a") == f1.walk(9, 9)
+    deltas, _ = serve(captured, ("a", [5, 9], greedy(9)))
+    assert tokens_of(deltas, "a") == f1.walk(9, 9)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -244,7 +174,7 @@ def test_a_suspect_does_not_overtake_what_its_prefill_told(
 ) -> None:
     """Its first step trips while the scores of the rebuilt prompt's last chunk are not read yet."""
     engine = make_engine(f1.path, schedule=schedule, prefill_chunk_size=3)
-    _poison(engine, monkeypatch, lambda hidden, call: hidden.shape[0] == 4 and not tripped, math.nan, 0)
+    poison(engine, monkeypatch, lambda hidden, call: hidden.shape[0] == 4 and not tripped, math.nan, 0)
     tripped: list[int] = []
     process = engine._ladder.trip
 
@@ -254,8 +184,8 @@ def test_a_suspect_does_not_overtake_what_its_prefill_told(
 
     monkeypatch.setattr(engine._ladder, "trip", trip)
     prompt = [5, 9, 3, 7, 2, 8, 6, 4, 5, 9]
-    deltas, _ = _serve(engine, ("a", prompt, greedy(6, prompt_logprobs=1)))
-    assert tripped and _tokens(deltas, "a") == f1.walk(9, 6)
+    deltas, _ = serve(engine, ("a", prompt, greedy(6, prompt_logprobs=1)))
+    assert tripped and tokens_of(deltas, "a") == f1.walk(9, 6)
     scores = deltas[0].prompt_logprobs
     assert scores is not None and [one.token_id for one in scores] == prompt[1:]
 
@@ -263,7 +193,7 @@ def test_a_suspect_does_not_overtake_what_its_prefill_told(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_aborting_a_suspect_leaves_nothing(f1: F1, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(f1.path, schedule=schedule, prefill_chunk_size=2)
-    _poison(engine, monkeypatch, lambda _, call: call == 3, math.nan, 0)
+    poison(engine, monkeypatch, lambda _, call: call == 3, math.nan, 0)
     engine.add(request("a", [5, 9, 3, 5, 9], greedy(60)))
     for _ in range(200):
         engine.iterate()
@@ -272,7 +202,7 @@ def test_aborting_a_suspect_leaves_nothing(f1: F1, schedule: str, monkeypatch: p
     else:
         raise AssertionError("never suspected")
     engine.abort("a")
-    _serve(engine)
+    serve(engine)
 
 
 def test_a_rebuilt_request_takes_nothing_from_the_prefix_cache(
@@ -281,8 +211,8 @@ def test_a_rebuilt_request_takes_nothing_from_the_prefix_cache(
     f1 = build_f1(tmp_path / "m", eos=None)
     engine = make_engine(f1.path)
     prompt = [5, 9] * 12
-    _serve(engine, ("warm", prompt, greedy(9)))
-    _poison(engine, monkeypatch, lambda _, call: call == 1, math.nan, 0)
-    deltas, counts = _serve(engine, ("a", prompt, greedy(9)))
-    assert _tokens(deltas, "a") == f1.walk(9, 9)
+    serve(engine, ("warm", prompt, greedy(9)))
+    poison(engine, monkeypatch, lambda _, call: call == 1, math.nan, 0)
+    deltas, counts = serve(engine, ("a", prompt, greedy(9)))
+    assert tokens_of(deltas, "a") == f1.walk(9, 9)
     assert counts["nan_guard_rows_checked", ("prefill",)] >= len(prompt) - 1
