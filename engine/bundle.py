@@ -8,22 +8,31 @@ with the tokenizer they are text again, so only the owner can read the files.
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from engine.bundle_check import (
+    DamagedError,
+    Form,
+    check_fields,
+    check_forms,
+    check_manifest,
+    check_values,
+    expected_forms,
+)
 from engine.errors import ConfigError, EngineError
-from engine.guard import Flag
 from engine.options import EngineOptions
 from engine.sampler import Variant
 from engine.types import EngineInfo, ForwardPath, ForwardReason, SamplingParams
 
 FORMAT: Final = 1
+"""Raise it with any change of ``Manifest``, also within its parts: every field has to be there to be read."""
 MANIFEST: Final = "bundle.json"
 TENSORS: Final = "tensors.safetensors"
 """The files of a bundle."""
@@ -46,7 +55,7 @@ class StepPath(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``bundle.json``."""
+    """``bundle.json``; ``engine.bundle_check`` says what of it is refused."""
 
     format: int
     versions: dict[str, str]
@@ -100,68 +109,57 @@ class Bundle:
         return ids
 
 
-def flag_names(flags: int) -> list[str]:
-    """Names of the bits of a row's flag word."""
-    return [str(flag.name) for flag in Flag if flags & flag]
-
-
 def read_bundle(path: Path) -> Bundle:
-    """Read and check a bundle.
+    """Read and check a bundle: whatever is damaged is found here, before a model is loaded.
 
     Raises:
         BundleError: It is absent, damaged or of another format; the message names file and field.
     """
-    raw = _read(path / MANIFEST)
+    file = path / MANIFEST
     try:
-        found = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("format", msgspec.Raw(b"null"))
-        if bytes(found) != str(FORMAT).encode():
-            raise BundleError(
-                f"{path / MANIFEST}: format {bytes(found).decode()} is not {FORMAT}, the one read here"
-            )
-        manifest = msgspec.json.decode(raw, type=Manifest)
-    except msgspec.MsgspecError as error:
-        raise BundleError(f"{path / MANIFEST}: {error}") from error
-    try:
-        tensors = load_file(path / TENSORS)
-    except (SafetensorError, OSError) as error:
-        raise BundleError(f"{path / TENSORS}: damaged or unreadable: {error}") from error
-    bundle = Bundle(path, manifest, tensors)
-    _check(bundle)
-    return bundle
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
+        manifest = _parse(file.read_bytes())
+        check_manifest(manifest)
     except OSError as error:
         raise BundleError(f"{file}: {error.strerror}") from error
+    except RecursionError as error:
+        raise BundleError(f"{file}: nested too deeply") from error
+    except ValueError as error:  # DamagedError and what msgspec raises are such
+        raise BundleError(f"{file}: {_one_line(error)}") from error
+    file = path / TENSORS
+    try:
+        tensors = _load(file, manifest)
+        check_values(manifest, tensors)
+    except DamagedError as error:
+        raise BundleError(f"{file}: {_one_line(error)}") from error
+    except (SafetensorError, OSError) as error:
+        raise BundleError(f"{file}: damaged or unreadable: {_one_line(error)}") from error
+    return Bundle(path, manifest, tensors)
 
 
-def _check(bundle: Bundle) -> None:
-    """Refuse what a replay would stumble over."""
-    manifest, tensors, where = bundle.manifest, bundle.tensors, bundle.path / TENSORS
-    for name in ("core", "block_table", "tokens", "page_ids", "pages"):
-        if name not in tensors:
-            raise BundleError(f"{where}: holds no {name}")
-    expected = {
-        "core": (1, 3 + manifest.stride),
-        "tokens": (manifest.num_tokens,),
-        "page_ids": (manifest.num_pages,),
-    }
-    for name, shape in expected.items():
-        if tuple(tensors[name].shape) != shape:
-            raise BundleError(f"{where}: {name} has shape {list(tensors[name].shape)}, not {list(shape)}")
-    pages = tensors["pages"]
-    if pages.dim() != 4 or pages.shape[1] != manifest.num_pages_stored:
-        raise BundleError(f"{where}: pages of shape {list(pages.shape)} are not {manifest.num_pages_stored}")
-    if not 0 < manifest.num_prompt <= manifest.num_tokens or manifest.step.rows < 1:
-        raise BundleError(
-            f"{bundle.path / MANIFEST}: {manifest.num_prompt} prompt tokens of {manifest.num_tokens}, "
-            f"{manifest.step.rows} rows"
-        )
-    ids = tensors["tokens"]
-    if bool(((ids < 0) | (ids >= manifest.info.vocab_size)).any()):
-        raise BundleError(f"{where}: tokens holds an id outside of [0, {manifest.info.vocab_size})")
+def _parse(raw: bytes) -> Manifest:
+    found: object = msgspec.json.decode(raw)
+    if not isinstance(found, dict):
+        raise DamagedError("is not a JSON object")
+    number = found.get("format")
+    if type(number) is not int or number != FORMAT:
+        raise DamagedError(f"format {json.dumps(number):.80} is not {FORMAT}, the one read here")
+    manifest = msgspec.json.decode(raw, type=Manifest)
+    check_fields(found, msgspec.to_builtins(manifest, str_keys=True))
+    return manifest
+
+
+def _load(file: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors of a file, which are looked at in its header first: no other is ever made."""
+    held: Any
+    with safe_open(file, framework="pt", device="cpu") as held:
+        views = {name: held.get_slice(name) for name in held.keys()}  # noqa: SIM118 (not a mapping)
+        forms = {name: Form(view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
+        check_forms(forms, expected_forms(manifest))
+        return {name: held.get_tensor(name) for name in forms}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def checkpoint_digest(path: Path) -> str:
@@ -173,10 +171,15 @@ def checkpoint_digest(path: Path) -> str:
     digest = hashlib.sha256()
     for name in ("config.json", "model.safetensors.index.json"):
         file = path / name
-        if file.exists() or name == "config.json":
-            try:
-                content = file.read_bytes()
-            except OSError as error:
-                raise ConfigError(f"{file}: {error.strerror}") from error
-            digest.update(f"{name}:{len(content)}:".encode() + content)
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError as error:
+            if name != "config.json":
+                continue
+            raise ConfigError(f"{file}: {error.strerror}") from error
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}") from error
+        except ValueError as error:  # a NUL in the path
+            raise ConfigError(f"{str(file)!r}: {error}") from error
+        digest.update(f"{name}:{len(content)}:".encode() + content)
     return digest.hexdigest()

@@ -19,25 +19,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.bundle import FORMAT, MANIFEST, TENSORS, Manifest, StepPath, checkpoint_digest, flag_names
+from engine.bundle import FORMAT, MANIFEST, TENSORS, Manifest, StepPath, checkpoint_digest
+from engine.bundle_check import flag_names, omitted_state, valid_pages
 from engine.contract import GraphKey
 from engine.errors import ConfigError
 from engine.guard import HALTING, Flag
-from engine.kv.pool import SCRATCH_PAGE, LatentPool
+from engine.kv.pool import LatentPool
 from engine.options import EngineOptions
 from engine.runner import Runner
 from engine.sampler import Variant, choose_variant
 from engine.sequence import PrefillResult, RowResult
-from engine.state import SlotState, processes_logits
+from engine.state import SlotState
 from engine.types import EngineInfo, SamplingParams
 
 MAX_BUNDLE_BYTES: Final = 512 << 20
 """Largest bundle. KV pages past it are left out; the rest still tells what happened."""
 MAX_BUNDLES: Final = 16
 """Most bundles in a directory; the oldest stay, since a storm's first trip says the most."""
-
-_WIDE: Final = frozenset({"logit_bias", "stop_mask", "output_counts", "prompt_seen"})
-"""State as wide as the vocabulary, which only requests that process logits read."""
 
 Outcome = Literal["written", "limit", "failed"]
 
@@ -113,7 +111,7 @@ class BundleWriter:
         if isinstance(result, RowResult) and not result.flags & HALTING:
             _rewind(tensors, result)
         tensors["tokens"] = torch.tensor(sequence.tokens, dtype=torch.int64)
-        page_ids = _valid_pages(tensors["block_table"], pool.num_pages)
+        page_ids = valid_pages(tensors["block_table"], pool.num_pages)
         tensors["page_ids"] = torch.tensor(page_ids, dtype=torch.int64)
         stored = _pages_that_fit(page_ids, tensors, pool)
         tensors["pages"] = _copy_pages(pool, stored)
@@ -190,13 +188,11 @@ def _step_path(result: RowResult | PrefillResult, graph: GraphKey | None) -> Ste
 
 def _state_rows(state: SlotState, slot: int, variant: Variant, params: SamplingParams) -> dict[str, Tensor]:
     """The slot's row ``[1, ...]`` of each tensor that its step reads, on the host."""
-    unread = set() if processes_logits(params) else set(_WIDE)
-    if not variant.sampled:
-        unread.add("draft_probs")
+    omitted = omitted_state(variant, params)
     return {
         name: tensor[slot : slot + 1].to("cpu", copy=True)
         for name, tensor in state.tensors()
-        if name not in unread
+        if name not in omitted
     }
 
 
@@ -213,12 +209,6 @@ def _rewind(tensors: dict[str, Tensor], result: RowResult) -> None:
     if "draft_probs" in tensors:
         # A draft whose own probability is zero is accepted wherever the target's is not
         tensors["draft_probs"].zero_()
-
-
-def _valid_pages(block_table: Tensor, num_pages: int) -> list[int]:
-    """Pages that a block-table row names, each once, in order; ids outside of the pool cannot be stored."""
-    ids = dict.fromkeys(block_table.flatten().tolist())
-    return [page for page in ids if page != SCRATCH_PAGE and 0 <= page < num_pages]
 
 
 def _pages_that_fit(page_ids: list[int], tensors: dict[str, Tensor], pool: LatentPool) -> list[int]:

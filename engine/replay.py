@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from engine.build import build
-from engine.bundle import Bundle, BundleError, Manifest, checkpoint_digest, flag_names
+from engine.bundle import Bundle, BundleError, Manifest, checkpoint_digest
+from engine.bundle_check import flag_names
 from engine.errors import ConfigError
 from engine.graph import CudaGraph, Outputs, SimulatedGraph
 from engine.guard import HALTING, Flag
@@ -28,7 +29,7 @@ from engine.replay_report import TOLERANCE, ReplayReport, RunResult, Values, com
 from engine.runner import Runner
 from engine.sampler import mask_words
 from engine.sequence import Sequence
-from engine.state import FLAGS, SEQ_LEN
+from engine.state import FLAGS, NEXT_TOKEN, SEQ_LEN
 from engine.types import Progress, Request
 
 MAX_KV_FAULTS: Final = 32
@@ -115,6 +116,8 @@ class _Replayer:
         assert runner.draft is None or isinstance(runner.draft, MtpDraft)
         self._models = runner.decoder, runner.draft
         self._device = self._state.core.device
+        in_prefill = bool(self._manifest.flags & _PREFILL_FLAGS)
+        self._in_prefill = in_prefill or self._manifest.step.phase == "prefill"
         # A target that is not finite makes the draft so
         self._sought = self._manifest.flags & HALTING or self._manifest.flags & _DRAFT_FLAGS
         self._check_fit()
@@ -130,10 +133,14 @@ class _Replayer:
             if name in expected and tuple(tensor.shape) != expected[name]:
                 shapes = f"{list(tensor.shape)}, the engine's has {list(expected[name])}"
                 raise BundleError(f"{self._bundle.path}: {name} has shape {shapes}")
-        if manifest.num_pages >= total or not 0 <= manifest.slot < self._state.num_slots:
+        if manifest.num_pages >= total:
             raise BundleError(
-                f"{self._bundle.path}: {manifest.num_pages} pages, slot {manifest.slot}: the engine has "
-                f"{total - 1} pages, {self._state.num_slots} slots"
+                f"{self._bundle.path}: num_pages={manifest.num_pages}: a request has at most {total - 1}"
+            )
+        if manifest.info.vocab_size != self._state.vocab_size:
+            raise BundleError(
+                f"{self._bundle.path}: info.vocab_size={manifest.info.vocab_size}, the engine's is "
+                f"{self._state.vocab_size}"
             )
 
     def _remapped_table(self) -> Tensor:
@@ -172,6 +179,7 @@ class _Replayer:
             kv="stored" if manifest.complete else "recomputed",
             stored_kv_faults=self._find_kv_faults(),
             block_table_differs=self._block_table_differs(),
+            state_differs=not self._in_prefill and self._state_differs(),
             places=rows,
             prefill=None if prefilled is None else prefilled.summary(),
             eager=None if eager is None else eager.summary(),
@@ -183,11 +191,10 @@ class _Replayer:
     def _run_all(self, mode: _Mode) -> tuple[RunResult | None, RunResult | None, RunResult | None]:
         """A prefill, the step eager and the step replayed: each if the bundle is about it."""
         manifest = self._manifest
-        in_prefill = bool(manifest.flags & _PREFILL_FLAGS) or manifest.step.phase == "prefill"
         # The first drafts of a request come from the phase behind its prefill
         first_drafts = self._sought & _DRAFT_FLAGS and manifest.num_tokens == manifest.num_prompt
-        prefilled = self._prefill() if in_prefill or first_drafts or not manifest.complete else None
-        if in_prefill:
+        prefilled = self._prefill() if self._in_prefill or first_drafts or not manifest.complete else None
+        if self._in_prefill:
             return prefilled, None, None
         if not manifest.complete:
             self._take_recomputed_pages()
@@ -304,3 +311,7 @@ class _Replayer:
         held = self._manifest.host_pages
         named: list[int] = self._bundle.tensors["block_table"][0].tolist()
         return named[: len(held)] != held[: len(named)]
+
+    def _state_differs(self) -> bool:
+        core, tokens = self._bundle.tensors["core"][0], self._bundle.tokens
+        return [int(core[SEQ_LEN]), int(core[NEXT_TOKEN])] != [len(tokens) - 1, tokens[-1]]

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.bundle import flag_names
+from engine.bundle_check import flag_names
 from engine.recorder import Place
 
 TOLERANCE: Final = {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
@@ -67,6 +67,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """(plane, position) of non-finite rows in the stored pages; long lists are cut."""
     block_table_differs: bool
     """The device's block table did not name the pages that the scheduler held."""
+    state_differs: bool
+    """The device's length or next token was not the host's; never of a prefill, in which neither is set yet."""
     places: list[Row]
     prefill: Run | None
     eager: Run | None

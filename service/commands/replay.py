@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from engine.bundle import read_bundle
 from engine.options import Device, Graphs
 from engine.replay import replay as run_again
 from engine.replay_report import Finding, ReplayReport, Run
+from service.targets import refuse_unwritable_file, write_json
 
 EXIT_NOT_REPRODUCED = 3
 """No run raised a flag for which the bundle was written."""
@@ -26,8 +27,10 @@ def replay(
         The exit status: 0, or ``EXIT_NOT_REPRODUCED``.
 
     Raises:
-        EngineError: A damaged bundle, another checkpoint, something that cannot be honoured here.
+        EngineError: A damaged bundle, another checkpoint, something that cannot be honoured here, a file that
+            cannot be written.
     """
+    refuse_unwritable_file("--json", json_file)
     bundle = read_bundle(path)
     with Console(stderr=True).status("loading"):
         report = run_again(bundle, model=model, device=device, graphs=graphs, force=force)
@@ -35,8 +38,7 @@ def replay(
     console.print(_table(report))
     for line in verdict(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    write_json("--json", json_file, report)
     return 0 if report.reproduced else EXIT_NOT_REPRODUCED
 
 
@@ -45,7 +47,7 @@ def _table(report: ReplayReport) -> Table:
         f"request {report.request_id}: {report.rows} rows of {report.stride}, {report.device}, {report.dtype}, "
         f"graphs {report.graphs}, {report.kv} KV"
     )
-    table = Table(title=title)
+    table = Table(title=Text(title))  # no markup: a request's id is whatever its client chose
     for name in ("phase", "place", "eager", "replay"):
         table.add_column(name)
     table.add_column("max difference", justify="right")
@@ -117,6 +119,8 @@ def _state_lines(report: ReplayReport) -> list[str]:
         lines.append("stored KV is finite")
     if report.block_table_differs:
         lines.append("the device's block table did not name the pages that the scheduler held")
+    if report.state_differs:
+        lines.append("the device's length or next token was not that of the known tokens")
     return lines
 
 

@@ -2,42 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import math
 import stat
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine import bundle_writer
 from engine.build import Parts, build
-from engine.bundle import Bundle, BundleError, StepPath, read_bundle
+from engine.bundle import BundleError, StepPath, read_bundle
 from engine.bundle_writer import BundleWriter, TripBundles
 from engine.errors import ConfigError
 from engine.graph import Outputs, SimulatedGraph
 from engine.guard import HALTING, Flag
 from engine.layout import uniform_layout
-from engine.options import EngineOptions
-from engine.pending import PendingStep
 from engine.replay import replay
-from engine.replay_report import Finding
 from engine.sampler import FULL, GREEDY, Variant
-from engine.sequence import RowResult, Sequence
-from engine.types import GrammarSpec, Request, SamplingParams
+from engine.types import GrammarSpec, SamplingParams
 from tests.engine.drive import greedy
+from tests.engine.live import PAGES, SLOT, Live, before, place
 from tests.fixtures.checkpoints import F1, build_f1, build_f2
 from tests.fixtures.hf_layout import v3_config
 
 NAN_TOKEN = 30
-SLOT = 2
-PAGES = [7, 3, 9, 12, 5, 2]
-"""Out of order, so that a mistake in putting them back shows."""
 DRAFT_FLAGS = Flag.DRAFT_NAN | Flag.DRAFT_INF
 PENALISED = greedy(40, frequency_penalty=0.7, repetition_penalty=1.3, logit_bias={5: 2.0, 7: -1.0})
 
@@ -52,89 +43,6 @@ def f3(tmp_path_factory: pytest.TempPathFactory) -> F1:
 def f2_small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = v3_config(num_hidden_layers=2, first_k_dense_replace=1)
     return build_f2(tmp_path_factory.mktemp("f2") / "m", config)
-
-
-@dataclass
-class Live:
-    """One request on a runner, driven step by step without a scheduler."""
-
-    parts: Parts
-    options: EngineOptions
-    sequence: Sequence
-
-    @classmethod
-    def start(cls, path: Path, prompt: Seq[int], params: SamplingParams, **options: Any) -> Live:
-        given: dict[str, Any] = {"max_num_seqs": 4, "kv_page_size": 8, "num_kv_pages": 16, "device": "cpu"}
-        chosen = EngineOptions(model=str(path), max_model_len=100, **given | options)
-        parts = build(path, chosen, lambda _: None)
-        request = Request(request_id="r", prompt_token_ids=list(prompt), params=params, arrival_time=0.0)
-        stride = parts.info.num_speculative_tokens + 1
-        live = cls(parts, chosen, Sequence(request, (0, 0.0, 0), 90, stride))
-        live._prefill()
-        return live
-
-    def _prefill(self) -> None:
-        runner, sequence = self.parts.runner, self.sequence
-        sequence.slot, sequence.pages = SLOT, list(PAGES)
-        sequence.prefill_end = len(sequence.tokens) - 1
-        runner.bind(sequence, sequence.request.params.seed or 0)
-        runner.state.set_pages([(SLOT, 0, PAGES)])
-        if sequence.left_to_prefill:
-            runner.prefill([sequence.next_chunk(sequence.left_to_prefill)])
-
-    def launch(self) -> PendingStep:
-        self.sequence.steps_in_flight = 1
-        pending = self.parts.runner.launch([self.sequence])
-        self.sequence.steps_in_flight = 0
-        return pending
-
-    def step(self) -> RowResult:
-        [result] = self.launch().results()
-        return result
-
-    def run_until(self, flags: int) -> RowResult:
-        """Steps until one raises one of ``flags``; its tokens are not kept."""
-        for _ in range(20):
-            result = self.step()
-            if result.flags & flags:
-                return result
-            self.sequence.tokens += result.token_ids
-        raise AssertionError("no such flag came up")
-
-    def poison_logits(self, when: int) -> None:
-        """Make the first row of the target's logits NaN in the ``when``-th step from now."""
-        head, calls = self.parts.runner.decoder.head, 0
-
-        def poison(_: nn.Module, args: tuple[Tensor], out: Tensor) -> Tensor | None:
-            nonlocal calls
-            if args[0].shape[0] != self.sequence.stride:
-                return None  # a draft's
-            calls += 1
-            return (
-                out.index_fill(0, torch.tensor([0], device=out.device), math.nan) if calls == when else None
-            )
-
-        head.register_forward_hook(poison)
-
-    def write(self, directory: Path, result: RowResult, variant: Variant = GREEDY, rows: int = 4) -> str:
-        runner = self.parts.runner
-        writer = BundleWriter(directory, self.options, self.parts.info)
-        step = StepPath(phase="step", path="replay", reason="none", rows=rows, variant=variant)
-        return writer.write(result, step, runner.state, runner.pool, "replay")
-
-    def bundle(self, directory: Path, result: RowResult, variant: Variant = GREEDY, rows: int = 4) -> Bundle:
-        assert self.write(directory, result, variant, rows) == "written"
-        [path] = directory.iterdir()
-        return read_bundle(path)
-
-
-def before(f1: F1, token: int, steps: int) -> int:
-    """The token from which greedy decoding reaches ``token`` in ``steps`` steps."""
-    return next(start for start in range(f1.vocab_size) if f1.walk(start, steps)[-1] == token)
-
-
-def place(found: Finding | None) -> tuple[str, str, int] | None:
-    return None if found is None else (found.phase, found.part, found.position)
 
 
 @pytest.mark.parametrize("graphs", ["simulate", "off"])
@@ -370,8 +278,9 @@ def test_a_bundle_is_private_and_holds_no_text(f3: F1, tmp_path: Path) -> None:
     assert modes == [0o700, 0o700, 0o600, 0o600]
     for file in bundle.path.iterdir():
         assert b"secret" not in file.read_bytes()
-    names = {"core", "block_table", "keys", "top_k", "min_position", "floats", "tokens", "page_ids", "pages"}
-    assert set(bundle.tensors) == names
+    omitted = {"draft_probs", "logit_bias", "stop_mask", "output_counts", "prompt_seen"}
+    state = {name for name, _ in live.parts.runner.state.tensors()} - omitted
+    assert set(bundle.tensors) == state | {"tokens", "page_ids", "pages"}
     assert bundle.tokens == [NAN_TOKEN] and bundle.manifest.cause == "replay"
     assert bundle.manifest.versions["torch"] == torch.__version__
 
@@ -450,41 +359,3 @@ def test_another_checkpoint_is_refused_unless_forced(f1: F1, f3: F1, f2: Path, t
         replay(bundle, model=f2, force=True)
     with pytest.raises(ConfigError, match="graphs='cuda'"):
         replay(bundle, graphs="cuda", device="cpu")
-
-
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
-def _edit(**changes: Any) -> Callable[[Path], None]:
-    def edit(path: Path) -> None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return edit
-
-
-DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
-    ("bundle.json", Path.unlink, r"bundle.json: No such file"),
-    ("bundle.json", lambda path: path.write_text("{"), r"bundle.json: "),
-    ("bundle.json", lambda path: path.write_text("[]"), r"bundle.json: "),
-    ("bundle.json", _edit(format=2), r"bundle.json: format 2 is not 1"),
-    ("bundle.json", _edit(format=None), r"bundle.json: format null is not 1"),
-    ("bundle.json", _edit(slot="a"), r"bundle.json: Expected `int`, got `str` - at `\$.slot`"),
-    ("bundle.json", _edit(stride=9), r"core has shape \[1, 7\], not \[1, 12\]"),
-    ("bundle.json", _edit(num_tokens=3), r"tokens has shape"),
-    ("bundle.json", _edit(num_pages_stored=1), r"pages of shape"),
-    ("bundle.json", _edit(num_prompt=0), r"0 prompt tokens of 1"),
-    ("tensors.safetensors", Path.unlink, r"tensors.safetensors: damaged or unreadable"),
-    ("tensors.safetensors", _cut, r"tensors.safetensors: damaged or unreadable"),
-]
-
-
-@pytest.mark.parametrize(("file", "damage", "message"), DAMAGE)
-def test_a_damaged_bundle_is_refused_by_name(
-    f3: F1, tmp_path: Path, file: str, damage: Callable[[Path], None], message: str
-) -> None:
-    live = Live.start(f3.path, [NAN_TOKEN], greedy(40))
-    bundle = live.bundle(tmp_path, live.run_until(HALTING))
-    damage(bundle.path / file)
-    with pytest.raises(BundleError, match=message):
-        read_bundle(bundle.path)

@@ -10,7 +10,7 @@ import torch
 from engine.guard import HALTING
 from engine.replay import replay
 from tests.engine.drive import greedy
-from tests.engine.test_bundle import Live, place
+from tests.engine.live import Live, place
 from tests.fixtures.checkpoints import build_f1, build_f2
 from tests.fixtures.hf_layout import v3_config
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -18,7 +20,7 @@ from engine.guard import HALTING
 from service.cli import app, main
 from service.commands.replay import EXIT_NOT_REPRODUCED
 from tests.engine.drive import greedy
-from tests.engine.test_bundle import Live
+from tests.engine.live import Live
 from tests.fixtures.checkpoints import F1, build_f1
 
 NAN_TOKEN = 30
@@ -113,3 +115,37 @@ def test_a_damaged_bundle_ends_with_status_2_and_a_reason(
         main()
     assert ended.value.code == 2
     assert f"eyas: {tmp_path}/bundle.json: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_request_id_is_no_markup_and_a_state_that_differs_is_told(
+    reproducible: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "b"
+    shutil.copytree(reproducible, path)
+    manifest = json.loads((path / "bundle.json").read_text())
+    (path / "bundle.json").write_text(json.dumps(manifest | {"request_id": "[/red] :bug: \0"}))
+    tensors = load_file(path / "tensors.safetensors")
+    tensors["core"][0, 0] += 1
+    save_file(tensors, path / "tensors.safetensors")
+    _, text = run_cli(path, "--graphs", "off")
+    assert "request [/red] :bug:" in text
+    assert "length or next token" in text
+
+
+@pytest.mark.parametrize("file", ["bundle.json", "tensors.safetensors"])
+def test_a_cut_bundle_ends_with_status_2_and_one_line(
+    reproducible: Path,
+    tmp_path: Path,
+    file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "b"
+    shutil.copytree(reproducible, path)
+    (path / file).write_bytes((path / file).read_bytes()[:-9])
+    monkeypatch.setattr(sys, "argv", ["eyas", "replay", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"eyas: {path / file}: ")
