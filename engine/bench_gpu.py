@@ -5,30 +5,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 
 from engine.bench_floor import StepBytes, Touched, step_bytes
+from engine.bench_plan import BenchPlan, VariantName
 from engine.bench_steady import Batch, measure, recorded_routing
 from engine.build import assemble
 from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.model.loader import LoadedModel
 from engine.model.moe import Moe
-from engine.options import AttentionBackend, Device, EngineOptions, Graphs
+from engine.options import Graphs
 from engine.resolve import Resolved
 from engine.runner import Runner
-from engine.synthetic import ForcedStep
+from engine.synthetic import ForcedOps
 from engine.types import Progress, SamplingParams
 
-VariantName = Literal["greedy", "full"]
 Report = Callable[[str], None]
 
-PAGE_SIZE = 64
-MOST_PREFILL_TOKENS = 8192
-"""Of one iteration. Large, so that the first rows have not decoded far when the last one is prefilled."""
 PROBE_STEPS = 4
 """Steps whose routing is counted."""
 OVERHEAD_PAIRS = 10
@@ -37,47 +34,6 @@ _FULL: dict[str, Any] = {
     "temperature": 1.0, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "presence_penalty": 0.1,
     "frequency_penalty": 0.1, "repetition_penalty": 1.1,
 }  # fmt: skip
-
-
-class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure."""
-
-    batch_sizes: list[int]
-    variants: list[VariantName]
-    depths: list[int]
-    """Values of K."""
-    accept_length: float | None
-    """Tokens that each step with drafts is forced to emit, on average; ``None``: what the models agree on."""
-    prompt_tokens: int
-    output_tokens: int
-    device: Device
-    graphs: Graphs = "auto"
-    attention_backend: AttentionBackend = "auto"
-    overhead: bool = False
-    seed: int = 0
-
-    @property
-    def max_positions(self) -> int:
-        """Positions that any forward of these engines can name: the longest request and three full steps."""
-        return self.prompt_tokens + self.output_tokens + 3 * (2 * max(self.depths) + 1)
-
-    def options(self, name: str, k: int) -> EngineOptions:
-        """Options of an engine that holds the largest batch; ``name``: of the model, for the record."""
-        rows = max(self.batch_sizes)
-        return EngineOptions(
-            model=name,
-            device=self.device,
-            max_model_len=self.prompt_tokens + self.output_tokens,
-            max_num_seqs=rows,
-            num_speculative_tokens=k,
-            kv_page_size=PAGE_SIZE,
-            num_kv_pages=1 + rows * (1 + -(-self.max_positions // PAGE_SIZE)),
-            prefill_chunk_size=min(MOST_PREFILL_TOKENS, rows * self.prompt_tokens),
-            prefix_cache=False,
-            attention_backend=self.attention_backend,
-            graphs=self.graphs,
-            seed=self.seed,
-        )
 
 
 class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +169,8 @@ class GpuBench:
 
         def adjust(runner: Runner) -> None:
             if k and self._plan.accept_length is not None:
-                runner.step = ForcedStep.over(runner.step, self._plan.accept_length)
+                ops, length = runner.step.ops, self._plan.accept_length
+                runner.step.ops = ForcedOps(ops, runner.state, runner.pool, k, length)
             runner.step.checks = checks
 
         def tell(progress: Progress) -> None:

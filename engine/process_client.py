@@ -17,6 +17,7 @@ import zmq
 
 from engine.client import BaseClient, DeathSink, StatsSink
 from engine.errors import ConfigError
+from engine.logs import LogFormat, LogLevel
 from engine.options import EngineOptions
 from engine.types import Fatal, FromEngine, Shutdown, ToEngine
 from engine.worker import DEFAULT_FACTORY, Launch
@@ -49,6 +50,8 @@ class ProcessEngineClient(BaseClient):
         on_death: DeathSink | None = None,
         stall_timeout: float = STALL_SECONDS,
         factory: str = DEFAULT_FACTORY,
+        log_level: LogLevel = "info",
+        log_format: LogFormat = "text",
     ) -> None:
         """
         Args:
@@ -58,11 +61,14 @@ class ProcessEngineClient(BaseClient):
             stall_timeout: Seconds without any message after which a ready engine is killed: more than its
                 longest iteration takes. The start, which only reports progress, is not bounded.
             factory: ``module:class`` whose ``load`` makes the engine.
+            log_level: Least severe messages that the process logs, on this one's standard error.
+            log_format: Of its lines.
         """
         super().__init__(on_stats, on_death)
         self._options = options
         self._stall_timeout = stall_timeout
         self._factory = factory
+        self._logs = log_level, log_format
         self._spawning = asyncio.Lock()
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -146,7 +152,15 @@ class ProcessEngineClient(BaseClient):
             socket.linger = 0
             socket.bind(endpoint)
         asyncio.get_running_loop().add_reader(self._inbox.fileno(), self._read)
-        return Launch(inbox=endpoints[0], outbox=endpoints[1], factory=self._factory, options=self._options)
+        log_level, log_format = self._logs
+        return Launch(
+            inbox=endpoints[0],
+            outbox=endpoints[1],
+            factory=self._factory,
+            options=self._options,
+            log_level=log_level,
+            log_format=log_format,
+        )
 
     def _close_sockets(self) -> None:
         if self._inbox is not None:

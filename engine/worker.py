@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from engine.errors import EngineError, RequestError
+from engine.logs import LogFormat, LogLevel, configure_logs
 from engine.options import EngineOptions
 from engine.types import (
     AbortRequest,
@@ -51,7 +52,7 @@ EXIT_REFUSED = 2
 EXIT_ORPHANED = 3
 LINGER_MILLISECONDS = 2000
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("engine.worker")  # __name__ is __main__ in a process of its own
 
 
 class EngineCore(Protocol):
@@ -89,6 +90,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     factory: str
     """``module:class`` whose ``load`` makes the engine."""
     options: EngineOptions
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
 
 
 def find_loader(factory: str) -> EngineLoader:
@@ -254,7 +257,8 @@ def main(launch_json: str) -> int:
         signal.signal(signum, signal.SIG_IGN)
     launch = msgspec.json.decode(launch_json, type=Launch)
     threading.Thread(target=_end_with_starter, args=(launch,), name="lifeline", daemon=True).start()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(launch.log_level, launch.log_format)
+    logging.captureWarnings(True)  # libraries' warnings are log lines too, so that each line can be parsed
     link = _ZmqLink(launch)
     try:
         return run(launch.factory, launch.options, link)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from engine.errors import ConfigError, EngineError
 from engine.options import AttentionBackend, Device, Graphs
-from service.settings import Settings, load_settings, option_name
+from service.settings import Settings, load_settings, name_options, option_name
 
 EXIT_REFUSED = 2
 """Wrong options, a damaged checkpoint: what only the caller can mend."""
@@ -210,10 +210,9 @@ def bench(
     """Measure speculative against plain decoding, and against Transformers, in one run."""
     from service.commands.bench import Plan
     from service.commands.bench import bench as run
+    from service.commands.lists import read_numbers
 
-    sizes = [int(part) if part.strip().isdigit() else 0 for part in batch_sizes.split(",")]
-    if min(sizes) < 1:
-        raise ConfigError(f"--batch-sizes {batch_sizes}: must be positive integers, comma-separated")
+    sizes = read_numbers("--batch-sizes", batch_sizes, 1, 4096)
     run(settings, Plan(sizes, max_tokens, temperature, rounds, transformers), prompts, json)
 
 
@@ -252,12 +251,13 @@ def bench_gpu(
     json: Annotated[Path | None, typer.Option(help="Write the results to this file as well.")] = None,
 ) -> None:
     """Measure steady decoding beside the least time that reading the weights and the KV takes."""
-    from engine.bench_gpu import BenchPlan
+    from engine.bench_plan import BenchPlan
     from service.commands import bench_gpu as command
+    from service.commands.lists import read_numbers
 
     chosen = command.choose_model(preset, model, routing, save_weights)
     plan = BenchPlan(
-        batch_sizes=command.read_numbers("--batch-sizes", batch_sizes, 1, 4096),
+        batch_sizes=read_numbers("--batch-sizes", batch_sizes, 1, 4096),
         variants=command.read_variants(variants),
         depths=command.read_depths(speculative_tokens, synthetic_accept_length),
         accept_length=synthetic_accept_length,
@@ -279,7 +279,7 @@ def main() -> None:
         app()
     except EngineError as error:
         Console(stderr=True).print(
-            f"eyas: {error}", style="red", markup=False, highlight=False, soft_wrap=True
+            f"eyas: {name_options(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True
         )
         sys.exit(EXIT_REFUSED)
 

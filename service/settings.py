@@ -17,16 +17,16 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine.errors import ConfigError
+from engine.logs import LogFormat, LogLevel
 from engine.options import AttentionBackend, Device, Dtype, EngineOptions, Graphs, Schedule
+from service.targets import make_writable_directory
 
 ENV_PREFIX = "EYAS_"
 SHIPPED_MODEL = Path(__file__).resolve().parent.parent / "models" / "eyas-14m"
 """The model of the repository, served when no other is named."""
 
 MetricsCompat = Literal["none", "vllm"]
-LogFormat = Literal["text", "json"]
 ChatParser = Literal["auto", "deepseek", "none"]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SERVICE_LINK = re.compile(r"EYAS_(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP)(_\w+)?)")
@@ -84,7 +84,9 @@ class Settings(BaseSettings):
         "Share of finished greedy requests, 0 to 1, whose output the target scores again when nobody waits.",
     )
     nan_bundle_dir: Path | None = _option(
-        None, "Engine", "Directory for a bundle of each step that tripped the NaN guard, for eyas replay."
+        None,
+        "Engine",
+        "Directory, made if need be, for a bundle of each step that tripped the NaN guard, for eyas replay.",
     )
     seed: int | None = _option(None, "Engine", "Makes requests without a seed of their own repeatable.")
     threads: int | None = _option(None, "Engine", "CPU threads of the engine. Default: the libraries'.")
@@ -220,15 +222,24 @@ class Settings(BaseSettings):
         return EngineOptions(**{**values, **paths, "prefix_cache": not self.no_prefix_cache})
 
 
+_ENGINE_OPTION = re.compile(
+    r"(?<![\w.-])("
+    + "|".join(sorted({*EngineOptions.__struct_fields__} & {*Settings.model_fields}))
+    + ")(?==)"
+)
+
+
 def load_settings(given: Mapping[str, Any] | None = None) -> Settings:
     """Settings from the options ``given`` on the command line and the environment.
 
     Args:
         given: Values by field name; what is absent comes from the environment.
 
+    The directory for bundles is made, if one is named.
+
     Raises:
         ConfigError: A malformed or impossible value, a variable that no option has, a model or tokenizer that
-            is not there; the message names the option or variable.
+            is not there, a directory that cannot be written to; the message names the option or variable.
     """
     given = dict(given or {})
     _refuse_unknown_variables(os.environ)
@@ -236,7 +247,10 @@ def load_settings(given: Mapping[str, Any] | None = None) -> Settings:
         settings = Settings(**given)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(item, given) for item in error.errors())) from None
-    settings.engine_options().validate()
+    try:
+        settings.engine_options().validate()
+    except ConfigError as error:
+        raise ConfigError(name_options(str(error), given)) from None
     _check_directories(settings)
     _check_tls(settings)
     settings.all_api_keys()
@@ -248,9 +262,27 @@ def option_name(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
+def _source_name(field: str, given: Mapping[str, Any]) -> str:
+    """The option or variable that a value came from."""
+    return option_name(field) if field in given else ENV_PREFIX + field.upper()
+
+
+def name_options(message: str, given: Mapping[str, Any] | None = None) -> str:
+    """An engine's message, which says ``max_num_seqs=0``, in the words of who set it: ``--max-num-seqs=0``.
+
+    Args:
+        given: Fields that came from the command line; others are named by their variable. ``None``: all did.
+    """
+
+    def name(match: re.Match[str]) -> str:
+        return option_name(match[1]) if given is None else _source_name(match[1], given)
+
+    return _ENGINE_OPTION.sub(name, message)
+
+
 def _explain(item: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     field = str(item["loc"][0])
-    name = option_name(field) if field in given else ENV_PREFIX + field.upper()
+    name = _source_name(field, given)
     shown = "" if field == "api_key" else f"={item['input']!r}"
     hint = ""
     if field == "port" and str(item["input"]).startswith("tcp://"):
@@ -285,9 +317,7 @@ def _check_directories(settings: Settings) -> None:
         raise ConfigError(
             f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer DIR"
         )
-    bundles = settings.nan_bundle_dir
-    if bundles is not None and not (bundles.is_dir() and os.access(bundles, os.W_OK)):
-        raise ConfigError(f"--nan-bundle-dir {bundles}: not a directory that can be written to")
+    make_writable_directory("--nan-bundle-dir", settings.nan_bundle_dir)
 
 
 def _check_tls(settings: Settings) -> None:

@@ -20,9 +20,9 @@ from ray.serve.exceptions import BackPressureError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from engine.logs import configure_logs
 from engine.process_client import ProcessEngineClient
 from service.app import create_app
-from service.logs import configure_logs
 from service.metrics import ServiceMetrics
 from service.settings import load_settings
 from service.text import Tokenizer
@@ -71,6 +71,8 @@ class Replica:
             on_stats=metrics.engine_step,
             on_death=lambda reason: metrics.engine_down(),
             stall_timeout=settings.engine_timeout,
+            log_level=settings.log_level,
+            log_format=settings.log_format,
         )
         self._app = create_app(settings, client, metrics, Tokenizer.from_directory(settings.tokenizer_dir))
         self._lifecycle = self._app.state.service.lifecycle

@@ -16,12 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from engine.client import InProcessEngineClient
 from engine.errors import ConfigError, EngineDeadError
+from engine.logs import configure_logs
 from engine.worker import DEFAULT_FACTORY
 from service.context import Service
 from service.errors import ApiError, bad_request
 from service.json_body import parse_json_object
 from service.lifecycle import Lifecycle
-from service.logs import configure_logs
 from service.metrics import ServiceMetrics
 from service.routes.generate import CHAT, COMPLETIONS
 from service.schemas import ChatBody, CompletionBody
@@ -105,6 +105,8 @@ def run_batch(settings: Settings, source: Path, target: Path, *, factory: str = 
     """
     configure_logs("warning", settings.log_format)
     num_lines = _check(source)
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"--output {target}: is the file of --input")
     tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)
     try:
         with target.open("wb") as out:

@@ -16,6 +16,7 @@ from engine.bench import BenchResult, Contender, EngineContender, Prompts, Trans
 from engine.errors import ConfigError
 from engine.types import SamplingParams
 from service.settings import Settings
+from service.targets import refuse_unwritable_file, write_json
 from service.text import Tokenizer
 
 PROMPT_TOKENS = 64
@@ -52,6 +53,7 @@ def bench(settings: Settings, plan: Plan, prompt_file: Path | None, json_file: P
     Raises:
         ConfigError: An option or checkpoint that cannot be honoured.
     """
+    refuse_unwritable_file("--json", json_file)
     console = Console(stderr=True)
     prompts = read_prompts(settings, prompt_file)
     contenders = _contenders(settings, plan)
@@ -72,8 +74,7 @@ def bench(settings: Settings, plan: Plan, prompt_file: Path | None, json_file: P
         results=results,
     )
     Console().print(_table(report))
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    write_json("--json", json_file, report)
 
 
 def _contenders(settings: Settings, plan: Plan) -> list[Contender]:
@@ -92,10 +93,17 @@ def _contenders(settings: Settings, plan: Plan) -> list[Contender]:
 
 
 def read_prompts(settings: Settings, file: Path | None = None) -> Prompts:
-    """Token ids of equal length: from a file of texts, one a line, or from this program's own source."""
+    """Token ids of equal length: from a file of texts, one a line, or from this program's own source.
+
+    Raises:
+        ConfigError: The file cannot be read, or no line is long enough.
+    """
     tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)
     if file is not None:
-        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--prompts {file}: {error}") from None
     else:
         sources = sorted(Path(engine.__file__).parent.rglob("*.py"))
         texts = [path.read_text(encoding="utf-8") for path in sources]

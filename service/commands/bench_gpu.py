@@ -13,14 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.bench_floor import read_bandwidth
-from engine.bench_gpu import BenchPlan, BenchReport, BenchRow, GpuBench, VariantName
+from engine.bench_gpu import BenchReport, BenchRow, GpuBench
+from engine.bench_plan import BenchPlan, VariantName, check_plan
 from engine.config import ModelConfig, parse_config
 from engine.errors import ConfigError
 from engine.model.loader import LoadedModel, load_model
 from engine.options import MAX_SPECULATIVE_TOKENS
-from engine.resolve import Resolved, resolve
+from engine.resolve import Resolved
 from engine.synthetic import PRESETS, Routing, random_model
+from service.commands.lists import read_list, read_numbers
 from service.settings import SHIPPED_MODEL
+from service.targets import make_writable_directory, refuse_unwritable_file, write_json
 
 SHIPPED = "shipped"
 _WIDTH = 150
@@ -66,18 +69,6 @@ def choose_model(
     return Model(preset=preset, directory=directory, routing=None, save_to=None)
 
 
-def read_numbers(option: str, text: str, low: int, high: int) -> list[int]:
-    """Comma-separated integers.
-
-    Raises:
-        ConfigError: Naming the option, where one is not an integer from ``low`` to ``high``.
-    """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and low <= int(part) <= high for part in parts):
-        raise ConfigError(f"{option} {text}: must be integers from {low} to {high}, comma-separated")
-    return [int(part) for part in parts]
-
-
 def read_depths(text: str, accept_length: float | None) -> list[int]:
     """Values of K that ``accept_length`` fits.
 
@@ -100,10 +91,10 @@ def read_variants(text: str) -> list[VariantName]:
     """Comma-separated variants.
 
     Raises:
-        ConfigError: Another name than theirs.
+        ConfigError: Another name than theirs, or one twice.
     """
     names: dict[str, VariantName] = {"greedy": "greedy", "full": "full"}
-    parts = [part.strip() for part in text.split(",")]
+    parts = read_list("--variants", text)
     if not set(parts) <= names.keys():
         raise ConfigError(f"--variants {text}: must be of {', '.join(names)}, comma-separated")
     return [names[part] for part in parts]
@@ -113,7 +104,7 @@ def bench_gpu(model: Model, plan: BenchPlan, json_file: Path | None) -> None:
     """Print tables of steps, floors and overheads; write them as JSON too where asked.
 
     Raises:
-        ConfigError: An option that this model or machine cannot honour.
+        ConfigError: An option that this model or machine cannot honour; most are known before weights are made.
         CheckpointError: A damaged or incomplete checkpoint.
     """
     console = Console(stderr=True)
@@ -121,18 +112,12 @@ def bench_gpu(model: Model, plan: BenchPlan, json_file: Path | None) -> None:
     def tell(text: str) -> None:
         console.print(text, style="dim", markup=False, highlight=False)
 
+    refuse_unwritable_file("--json", json_file)
     name = str(model.directory or model.preset)
     raw = PRESETS[model.preset] if model.directory is None and model.preset is not None else None
     config = parse_config(raw, ()) if raw is not None else ModelConfig.from_dir(Path(name))
-    asked = plan.prompt_tokens + plan.output_tokens
-    if asked > config.max_position_embeddings:
-        raise ConfigError(
-            f"--prompt-tokens {plan.prompt_tokens} and --output-tokens {plan.output_tokens}: the model has only "
-            f"{config.max_position_embeddings} positions"
-        )
-    options = plan.options(name, max(plan.depths))
-    options.validate()
-    resolved = resolve(options, config)
+    resolved = check_plan(plan, name, config)
+    make_writable_directory("--save-weights", model.save_to)
     tell("measuring read bandwidth")
     bandwidth = read_bandwidth(resolved.device)
     loaded = _load(model, raw, config, resolved, plan, tell)
@@ -142,8 +127,7 @@ def bench_gpu(model: Model, plan: BenchPlan, json_file: Path | None) -> None:
         out = Console(width=_WIDTH)  # a pipe or file has no width of its own to squeeze the table into
     for table in tables(report):
         out.print(table)
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    write_json("--json", json_file, report)
 
 
 def _load(

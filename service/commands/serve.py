@@ -22,15 +22,15 @@ from rich.table import Table
 
 from engine.client import DeathSink
 from engine.errors import ConfigError
+from engine.logs import configure_logs
 from engine.process_client import ProcessEngineClient
 from engine.types import EngineInfo
 from engine.worker import DEFAULT_FACTORY
 from service.app import create_app
 from service.commands.start_progress import log_graphs, show_capturing
 from service.lifecycle import Lifecycle
-from service.logs import configure_logs
 from service.metrics import ServiceMetrics
-from service.settings import Settings, option_name
+from service.settings import Settings, name_options, option_name
 from service.supervisor import SupervisedClient
 from service.text import Tokenizer
 from service.tracing import Tracer
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
 
     def engine_died(self, reason: str) -> None:
         """End because there is nothing left to serve with."""
-        _log.critical("engine_died", reason=reason)
+        _log.critical("engine_died", reason=name_options(reason))
         self.exit_code = EXIT_ENGINE_DIED
         self._spawn(self._end(0.0, notice=DEATH_NOTICE_SECONDS if self._was_ready else 0.0))
 
@@ -180,6 +180,8 @@ def _engine_client(
             on_death=on_death,
             stall_timeout=settings.engine_timeout,
             factory=factory,
+            log_level=settings.log_level,
+            log_format=settings.log_format,
         )
 
     def ready() -> None:

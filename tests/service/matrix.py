@@ -23,8 +23,8 @@ import numpy as np
 from scipy.stats import chi2_contingency
 
 from engine.client import InProcessEngineClient
+from engine.logs import configure_logs
 from service.app import create_app
-from service.logs import configure_logs
 from service.metrics import ServiceMetrics
 from service.settings import Settings
 from service.text import Tokenizer

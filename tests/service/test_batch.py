@@ -89,6 +89,15 @@ def test_files_that_cannot_be_used_are_refused_by_option(model: Path) -> None:
         run_batch(settings, source, model / "no" / "out", factory=FACTORY)
 
 
+def test_an_output_over_the_input_is_refused_and_the_input_kept(model: Path) -> None:
+    source, link = model.parent / "in.jsonl", model.parent / "link.jsonl"
+    source.write_text(line("a", prompt=[COUNT]))
+    link.symlink_to(source)
+    with pytest.raises(ConfigError, match="--output"):
+        run_batch(load_settings({"model": model}), source, link, factory=FACTORY)
+    assert source.read_text() == line("a", prompt=[COUNT])
+
+
 def test_what_was_done_before_the_engine_died_is_kept(model: Path) -> None:
     lines = [line(f"n{i}", prompt=[COUNT], max_tokens=2) for i in range(3)]
     lines += [

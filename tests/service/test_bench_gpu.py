@@ -114,13 +114,32 @@ def test_written_weights_can_be_measured_as_a_checkpoint(tmp_path: Path):
             ["--preset", "tiny", "--prompt-tokens", "2000", "--output-tokens", "49"],
             "--prompt-tokens 2000 and",
         ),
-        (["--preset", "tiny", "--output-tokens", "8"], "--output-tokens 8: the first request ends before"),
-        (["--preset", "tiny", "--graphs", "cuda"], "graphs='cuda': needs a CUDA device"),
+        (["--preset", "tiny", "--output-tokens", "8"], "--output-tokens 8: a request emits 8"),
+        (
+            ["--preset", "tiny", "--synthetic-accept-length", "4", "--output-tokens", "31"],
+            "--output-tokens 31: a request emits 31",
+        ),
+        (["--preset", "tiny", "--graphs", "cuda"], "--graphs='cuda': needs a CUDA device"),
+        (["--preset", "tiny", "--attention-backend", "flash_mla"], "--attention-backend='flash_mla': "),
+        (["--batch-sizes", "4,2,4"], "--batch-sizes 4,2,4: 4 is there twice"),
+        (["--batch-sizes", "4,04"], "--batch-sizes 4,04: a number is there twice"),
+        (["--batch-sizes", "9" * 5000], "--batch-sizes 999"),
+        (["--speculative-tokens", "3,3"], "--speculative-tokens 3,3: 3 is there twice"),
+        (["--variants", "full,full"], "--variants full,full: full is there twice"),
+        (["--preset", "tiny", "--json", "/proc/r.json"], "--json /proc/r.json: "),
+        (["--preset", "tiny", "--json", "/proc"], "--json /proc: is a directory"),
+        (["--preset", "tiny", "--save-weights", "/proc/w"], "--save-weights /proc/w: "),
+        (["--preset", "tiny", "--save-weights", "/dev/null"], "--save-weights /dev/null: is not a directory"),
     ],
 )
 def test_impossible_options_are_named(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work began")
+
+    for name in ("read_bandwidth", "random_model", "load_model"):
+        monkeypatch.setattr(f"service.commands.bench_gpu.{name}", work)
     monkeypatch.setattr(sys, "argv", ["eyas", "bench", "gpu", *SMALL, *arguments])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.errors import ConfigError
-from service.settings import SHIPPED_MODEL, Settings, load_settings, options_table
+from service.settings import SHIPPED_MODEL, Settings, load_settings, name_options, options_table
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -142,25 +143,57 @@ def test_empty_keys_are_refused_and_keys_are_never_shown(model: Path, monkeypatc
     ("given", "words"),
     [
         ({"port": -1}, "--port=-1"),
-        ({"audit_rate": 1.5}, "audit_rate=1.5"),
-        ({"audit_rate": float("nan")}, "audit_rate=nan"),
-        ({"nan_bundle_dir": "/nowhere/bundles"}, "--nan-bundle-dir /nowhere/bundles"),
-        ({"num_speculative_tokens": 9}, "num_speculative_tokens=9"),
-        ({"max_num_seqs": 0}, "max_num_seqs=0"),
-        ({"max_model_len": 1}, "max_model_len=1"),
-        ({"kv_page_size": 0}, "kv_page_size=0"),
-        ({"num_kv_pages": 1}, "num_kv_pages=1"),
-        ({"prefill_chunk_size": 0}, "prefill_chunk_size=0"),
-        ({"threads": 0}, "threads=0"),
-        ({"seed": 2**63}, "seed=9223372036854775808"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
-        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization=0.0"),
-        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization=nan"),
-        ({"gpu_memory_utilization": 0.5, "num_kv_pages": 100}, "together with num_kv_pages=100"),
+        ({"audit_rate": 1.5}, "--audit-rate=1.5"),
+        ({"audit_rate": float("nan")}, "--audit-rate=nan"),
+        ({"num_speculative_tokens": 9}, "--num-speculative-tokens=9"),
+        ({"max_num_seqs": 0}, "--max-num-seqs=0"),
+        ({"max_model_len": 1}, "--max-model-len=1"),
+        ({"kv_page_size": 0}, "--kv-page-size=0"),
+        ({"num_kv_pages": 1}, "--num-kv-pages=1"),
+        ({"prefill_chunk_size": 0}, "--prefill-chunk-size=0"),
+        ({"threads": 0}, "--threads=0"),
+        ({"seed": 2**63}, "--seed=9223372036854775808"),
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype='fp8'"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization=0.0"),
+        ({"gpu_memory_utilization": float("nan")}, "--gpu-memory-utilization=nan"),
+        ({"gpu_memory_utilization": 0.5, "num_kv_pages": 100}, "together with --num-kv-pages=100"),
     ],
 )
 def test_impossible_values_are_refused_by_name(given: dict[str, Any], words: str, model: Path):
     assert words in refusal({"model": model, **given})
+
+
+def test_a_value_of_the_engines_is_named_by_its_variable(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("EYAS_AUDIT_RATE", "1.5")
+    assert refusal({"model": model}).startswith("EYAS_AUDIT_RATE=1.5: ")
+    monkeypatch.setenv("EYAS_AUDIT_RATE", "0")
+    monkeypatch.setenv("EYAS_NUM_KV_PAGES", "100")
+    message = refusal({"model": model, "gpu_memory_utilization": 0.5})
+    assert message.startswith("--gpu-memory-utilization=0.5: ") and "EYAS_NUM_KV_PAGES=100" in message
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ("kv_page_size=0: no", "--kv-page-size=0: no"),
+        ("seed=x: not with num_kv_pages=9", "--seed=x: not with --num-kv-pages=9"),
+        ("config.json: torch_dtype='x'", "config.json: torch_dtype='x'"),
+        ("config.json: model_type='x'", "config.json: model_type='x'"),
+        ("bundle.json: options.kv_page_size=0", "bundle.json: options.kv_page_size=0"),
+        ("--device=tpu", "--device=tpu"),
+    ],
+)  # fmt: skip
+def test_messages_of_the_engine_name_options_as_they_are_given(message: str, named: str):
+    assert name_options(message) == named
+
+
+def test_the_directory_of_bundles_is_made_for_its_owner_or_refused(model: Path, tmp_path: Path):
+    wanted = tmp_path / "a" / "bundles"
+    assert load_settings({"model": model, "nan_bundle_dir": wanted}).nan_bundle_dir == wanted
+    assert stat.S_IMODE(wanted.stat().st_mode) == 0o700 and list(wanted.iterdir()) == []
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "b", Path("/proc/bundles")):
+        assert f"--nan-bundle-dir {path}: " in refusal({"model": model, "nan_bundle_dir": path})
 
 
 def test_a_hub_id_is_refused_with_the_download_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

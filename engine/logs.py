@@ -1,14 +1,16 @@
-"""Logging of the service process: structlog and the standard library in one format, on standard error."""
+"""Logging of both processes: structlog and the standard library in one format, on standard error."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from typing import Literal
 
 import structlog
 from structlog.types import Processor
 
-from service.settings import LogFormat, LogLevel
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def configure_logs(level: LogLevel, log_format: LogFormat) -> None:

@@ -1,0 +1,76 @@
+"""What commands write: looked at before any work begins, so that a mistyped path costs nothing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ConfigError, EngineError
+
+
+def refuse_unwritable_file(option: str, file: Path | None) -> None:
+    """See that ``file`` can be written; what it holds stays, and no new file is left.
+
+    Args:
+        option: That named it, for the message.
+        file: ``None``: nothing is to be written.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    if file is None:
+        return
+    try:
+        if file.is_dir():
+            raise ConfigError(f"{option} {file}: is a directory")
+        if file.exists() and not file.is_file():
+            # Opening a pipe would wait for its reader, and closing it again would end what that reads
+            if not os.access(file, os.W_OK):
+                raise ConfigError(f"{option} {file}: cannot be written to")
+            return
+        existed = file.exists()
+        with file.open("ab"):
+            pass
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"{option} {file}: cannot be written to: {error.strerror}") from None
+
+
+def make_writable_directory(option: str, directory: Path | None) -> None:
+    """Make ``directory``, for its owner alone, and what is above it, where they are not there.
+
+    Args:
+        option: That named it, for the message.
+        directory: ``None``: nothing is to be written.
+
+    Raises:
+        ConfigError: It cannot be made, or not be written to.
+    """
+    if directory is None:
+        return
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except FileExistsError:
+        raise ConfigError(f"{option} {directory}: is not a directory") from None
+    except OSError as error:
+        raise ConfigError(f"{option} {directory}: cannot be written to: {error.strerror}") from None
+
+
+def write_json(option: str, file: Path | None, report: msgspec.Struct) -> None:
+    """Write ``report`` for people and programs to read.
+
+    Raises:
+        EngineError: The file, which could be written when the command began, cannot be any more.
+    """
+    if file is None:
+        return
+    try:
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    except OSError as error:
+        raise EngineError(f"{option} {file}: cannot be written to: {error.strerror}") from None
