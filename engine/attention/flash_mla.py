@@ -3,6 +3,9 @@
 The package ``tokenspeed-flashmla`` is an optional dependency, imported only here. Called with fresh metadata,
 its first call of a phase computes the tile schedule on the device from ``seq_lens``; the later layers of the phase
 share it. No host plan exists, so a captured step replays correctly with other lengths.
+
+A decode step of few query tokens is served by a kernel of our own, which needs no schedule and is sooner done
+(``engine.kernels.split_mla``). Which one it is depends on the numbers of rows and heads alone.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from engine.layout import PackedLayout, UniformLayout
 from engine.staging import stage
 
 _LATENT_DIM, _KV_LORA_RANK, _PAGE_SIZE = 576, 512, 64
+SPLIT_TOKENS = 8
+"""Most query tokens of a step that are served without FlashMLA (measured: docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,7 @@ class _Plan:
 
     block_table: Tensor  # [rows, width] int32
     seq_lens: Tensor  # [rows] int32
-    schedule: Any  # the package's tile schedule, filled by the first layer
+    schedule: Any  # the package's tile schedule, filled by the first layer; None where its kernel is not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +54,13 @@ class FlashMla:
     def __init__(self, spec: AttentionSpec) -> None:
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
+        from engine.kernels.split_mla import MAX_HEADS, split_mla  # Triton is no part of a CPU installation
+
         self._kernel: Any = flash_mla_with_kvcache
         self._new_schedule: Any = get_mla_metadata
         self._scale = spec.softmax_scale
+        self._split_mla = split_mla
+        self._may_split = spec.num_heads <= MAX_HEADS
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
@@ -76,10 +85,14 @@ class FlashMla:
     def prepare(
         self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_lens: tuple[int, ...]
     ) -> _Plan:
+        if self._may_split and layout.rows * layout.stride <= SPLIT_TOKENS:
+            return _Plan(block_table, seq_lens.to(torch.int32), None)
         schedule, _ = self._new_schedule()
         return _Plan(block_table.contiguous(), seq_lens.to(torch.int32), schedule)
 
     def attend(self, query: Tensor, pages: Tensor, plan: _Plan) -> Tensor:
+        if plan.schedule is None:
+            return self._split_mla(query, pages, plan.block_table, plan.seq_lens, _KV_LORA_RANK, self._scale)
         out: Tensor = self._kernel(
             query.contiguous(),
             pages[:, :, None],

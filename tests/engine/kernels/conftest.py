@@ -7,14 +7,33 @@ Triton is not installed.
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
+
+
+def _read_ranges_of_scalars() -> None:
+    """The interpreter's scalars are arrays of one element, which NumPy 2.4 takes for an index no more."""
+    if find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         "1"  # read when a kernel is defined, hence before engine.kernels is imported
     )
+    _read_ranges_of_scalars()
 
 
 @pytest.fixture(scope="session")

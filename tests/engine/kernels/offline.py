@@ -25,6 +25,7 @@ from engine.kernels.linear import NORMED, PLAIN, WIDE, skinny_linear
 from engine.kernels.moe import mix
 from engine.kernels.norm import merge_inputs, rms_norm
 from engine.kernels.router import Routing, route_blocks
+from engine.kernels.split_mla import split_mla
 
 SHARED_LIMIT = 227 * 1024
 """Shared memory of one program on compute capability 9.0 and 10.0, in bytes."""
@@ -120,6 +121,21 @@ def compile_dense(shape: Shape, dtype: torch.dtype) -> None:
         skinny_linear(x, weight, empty(4, shape["outputs"]), (scale, 1e-6), tile)
 
 
+def compile_attention(heads: int, dtype: torch.dtype) -> None:
+    """Attention of few requests, of one token each and of four."""
+    for rows, stride in ((1, 4), (8, 1)):
+        query = torch.empty(rows, stride, heads, 576, dtype=dtype)
+        pages = torch.empty(9, 64, 576, dtype=dtype)
+        split_mla(
+            query,
+            pages,
+            torch.zeros(rows, 9, dtype=torch.int32),
+            torch.ones(rows, dtype=torch.int32),
+            512,
+            0.1,
+        )
+
+
 def compile_moe(dtype: torch.dtype, hidden: int, inner: int, experts: int, shared: int) -> None:
     """Routing and both products, of a few tokens and of many."""
     routing = Routing(experts, 2, 1, 1, 1, sigmoid=False, normalise=False, scale=1.0)
@@ -133,6 +149,8 @@ def compile_moe(dtype: torch.dtype, hidden: int, inner: int, experts: int, share
 
 if __name__ == "__main__":
     compiled = install(int(sys.argv[1]))
+    compile_attention(16, torch.bfloat16)
+    compile_attention(2, torch.float16)
     for wanted in (torch.bfloat16, torch.float16, torch.float32):
         compile_dense(SMALL, wanted)
         compile_moe(wanted, 100, 77, 3, 0)
