@@ -8,6 +8,7 @@ number generators", 2014) over a Weyl sequence, in wrapping int64 arithmetic.
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -30,7 +31,7 @@ def _signed(value: int) -> int:
 
 
 _POSITION: Final = _signed(0x9E3779B97F4A7C15)
-_PURPOSE_OFFSETS: Final = {p: _signed(p * 0xD1B54A32D192ED03 & ((1 << 64) - 1)) for p in Purpose}
+_PURPOSE: Final = 0xD1B54A32D192ED03
 _MIX_1: Final = _signed(0xBF58476D1CE4E5B9)
 _MIX_2: Final = _signed(0x94D049BB133111EB)
 
@@ -46,6 +47,11 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+def purpose_offset(purpose: Purpose) -> int:
+    """What ``purpose`` adds to a key, as an unsigned number of 64 bits."""
+    return purpose * _PURPOSE & ((1 << 64) - 1)
+
+
 def seed_key(seed: int) -> int:
     """The int64 state that ``uniforms`` takes for a request's seed (any int64); mixed so that near seeds part."""
     mask = (1 << 64) - 1
@@ -55,6 +61,17 @@ def seed_key(seed: int) -> int:
     return _signed(x ^ (x >> 31))
 
 
+@lru_cache(maxsize=512)
+def place_weights(count: int) -> tuple[int, ...]:
+    """An int64 for each of ``count`` places, as good as random: ``device_weights`` on the host."""
+    return tuple(device_weights(count, torch.device("cpu")).tolist())
+
+
+def device_weights(count: int, device: torch.device) -> Tensor:
+    """``[count]`` int64, as good as random and always the same."""
+    return _mix(torch.arange(1, count + 1, device=device) * _POSITION)
+
+
 def uniforms(keys: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     """Uniform float64 in [0, 1) of the shape of ``positions``.
 
@@ -62,5 +79,5 @@ def uniforms(keys: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
         keys: int64 ``seed_key`` values, broadcastable to ``positions``.
         positions: int64 absolute positions of the tokens that the draws decide.
     """
-    x = _mix(keys + positions * _POSITION + _PURPOSE_OFFSETS[purpose])
+    x = _mix(keys + positions * _POSITION + _signed(purpose_offset(purpose)))
     return _shift_right(x, 11).to(torch.float64) * 2.0**-53

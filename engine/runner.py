@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -20,18 +19,16 @@ from engine.kernels import fused, row_classes
 from engine.kv.pool import SCRATCH_PAGE, LatentPool
 from engine.layout import packed_layout
 from engine.model.loader import LoadedModel
-from engine.pending import PendingStep, StepClock, StepRows, StepTiming, device_logprobs
+from engine.pending import PendingStep, StepClock, StepRows, device_logprobs
 from engine.prompt_logprobs import PendingPrefill, score
-from engine.sampler import FULL, GREEDY, choose_variant
+from engine.sampler import FULL, GREEDY, choose_variant, mask_words
 from engine.sequence import PrefillChunk, Sequence
 from engine.spec import SpeculativeStep, StepOps, StepOutput
 from engine.staging import stage
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SlotState
 from engine.step_ops import PlainOps
+from engine.threads import threads_for
 from engine.types import Count, ForwardCount, ForwardPath, ForwardPhase, ForwardReason, Progress
-
-MANY_TOKENS = 32
-"""Tokens of a forward from which a CPU gains by more than one thread (measured: docs/performance.md)."""
 
 
 class Runner:
@@ -74,10 +71,8 @@ class Runner:
             draft=self.draft,
             backend=backend,
             pool=pool,
-            state=state,
             num_speculative_tokens=num_speculative_tokens,
-            ops=PlainOps(state, pool, num_speculative_tokens),
-            greedy_ops=_fused_ops(state, pool, num_speculative_tokens),
+            ops=_step_ops(state, pool, num_speculative_tokens),
         )
 
     def bind(self, sequence: Sequence, seed: int) -> None:
@@ -98,14 +93,10 @@ class Runner:
         Args:
             allowed: Where one of them has a grammar: what they may choose (``SpeculativeStep.run``), on the host.
         """
-        step_rows = self._step_rows(rows)
-        started = self._clock.start()
-        with self._threads_for(len(rows) * self._stride):
-            out, graph = self._replay_or_run(step_rows, allowed)
-        timing = self._clock.stop(started)
+        pending = self._launch(rows, lambda known: self._replay_or_run(known, allowed))
         self.counts["nan_guard_rows_checked", ("verify",)] += len(rows) * self._stride
         self.counts["nan_guard_rows_checked", ("draft",)] += len(rows) * (self._stride - 1)
-        return self._pending(step_rows, out, timing, graph)
+        return pending
 
     @torch.inference_mode()
     def retry(
@@ -120,11 +111,20 @@ class Runner:
         """
         self.state.core[_slot(row), FLAGS] &= int(Flag.PREFILL_NAN | Flag.PREFILL_INF)
         self._count("step", reason)
-        rows = self._step_rows([row])
+        return self._launch([row], lambda known: (self._run_eager(known, allowed, verify_drafts), None))
+
+    def _launch(
+        self, rows: Seq[Sequence], run: Callable[[StepRows], tuple[StepOutput, GraphKey | None]]
+    ) -> PendingStep:
+        """Time a step, ``run``, which returns its graph too if it was a replay; and ask for log-probabilities."""
+        known = self._step_rows(rows)
         started = self._clock.start()
-        with self._threads_for(self._stride):
-            out = self._run_eager(rows, allowed, verify_drafts)
-        return self._pending(rows, out, self._clock.stop(started), None)
+        with threads_for(len(rows) * self._stride, self._device):
+            out, graph = run(known)
+        timing = self._clock.stop(started)
+        wanted = known.with_logprobs
+        logprobs = device_logprobs(out.logits, out.packed, wanted) if wanted else None
+        return PendingStep(known, out.packed, logprobs, timing, graph)
 
     def _step_rows(self, rows: Seq[Sequence]) -> StepRows:
         """What a step needs to know of ``rows``; mostly they are those of the step before, and it is known."""
@@ -132,13 +132,6 @@ class Runner:
         if members != self._rows.members:
             self._rows = StepRows.of(members)
         return self._rows
-
-    def _pending(
-        self, rows: StepRows, out: StepOutput, timing: StepTiming, graph: GraphKey | None
-    ) -> PendingStep:
-        wanted = rows.with_logprobs
-        logprobs = device_logprobs(out.logits, out.packed, wanted) if wanted else None
-        return PendingStep(rows, out.packed, logprobs, timing, graph)
 
     def _replay_or_run(self, rows: StepRows, allowed: Tensor | None) -> tuple[StepOutput, GraphKey | None]:
         """The step, replayed where a graph serves it; else eager, counted with the reason."""
@@ -200,12 +193,12 @@ class Runner:
         spans = [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         shifted = [token for chunk in chunks for token in chunk.shifted_ids]
-        with self._threads_for(len(tokens)):
+        with threads_for(len(tokens), self._device):
             target_hidden, hidden = self._forward_packed(slots, spans, tokens, shifted)
         audit = all(is_audit(chunk.sequence.request.request_id) for chunk in chunks)
         self._count("prefill", "audit" if audit else "prefill")
         self.counts["nan_guard_rows_checked", ("prefill",)] += len(tokens)
-        with self._threads_for(len(chunks)):
+        with threads_for(len(chunks), self._device):
             self._begin(chunks, spans, hidden)
         return self._tell(chunks, slots, target_hidden)
 
@@ -246,6 +239,8 @@ class Runner:
         lengths = [end - start for start, end in spans]
         layout = packed_layout(lengths, [start for start, _ in spans])
         table = self.state.block_table.index_select(0, slots)[:, : self._width(max(end for _, end in spans))]
+        # Nothing is written outside of the pool; the slot's first step names an id that is
+        table = table.masked_fill((table < 0) | (table >= self.pool.num_pages), SCRATCH_PAGE)
         spread = torch.cat([torch.arange(start, end) for start, end in spans])
         positions = stage(spread, torch.int64, device)
         owners = stage(
@@ -295,12 +290,24 @@ class Runner:
             tokens = [0] * count
             self._forward_packed(slots[:1], [(0, count)], tokens, tokens)
         for count in row_classes(most):
-            self.step.run(slots[:count], (longest,) * count, GREEDY)
-            if compiled and self.draft is not None:
-                hidden = self.pool.pages.new_zeros((count, self._hidden_size))
-                self.step.begin(slots[:count], (longest,) * count, GREEDY, hidden)
-        self.step.run(slots, (longest,) * most, FULL)
+            for variant in (GREEDY, FULL):
+                self.step.run(slots[:count], (longest,) * count, variant)
+                if compiled and self.draft is not None:
+                    hidden = self.pool.pages.new_zeros((count, self._hidden_size))
+                    self.step.begin(slots[:count], (longest,) * count, variant, hidden)
+        if compiled:
+            self._warm_up_alone(slots[:1], longest)
         self.pool.scrub([SCRATCH_PAGE])
+
+    def _warm_up_alone(self, slot: Tensor, longest: int) -> None:
+        """The forms of a step that rows under a grammar take, and rows that step alone after a fault."""
+        words = mask_words(self.state.vocab_size)
+        for verify_drafts in (True, False):
+            width = self._stride if verify_drafts else 1
+            free = torch.full((1, width, words), -1, dtype=torch.int32, device=self._device)
+            for variant in VARIANTS:
+                allowed = free if variant.constrained else None
+                self.step.run(slot, (longest,), variant, allowed, verify_drafts=verify_drafts)
 
     def take_forwards(self) -> list[ForwardCount]:
         """Forwards since the last call."""
@@ -317,19 +324,6 @@ class Runner:
     def _count(self, phase: ForwardPhase, reason: ForwardReason) -> None:
         self._forwards[(phase, "eager", reason)] += 1
 
-    @contextmanager
-    def _threads_for(self, tokens: int) -> Iterator[None]:
-        """On a CPU, one thread for a forward of few tokens: waking others costs more than they save."""
-        if self._device.type != "cpu" or tokens >= MANY_TOKENS:
-            yield
-            return
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
-
     def _slots(self, rows: Seq[Sequence]) -> Tensor:
         return stage([_slot(row) for row in rows], torch.int64, self._device)
 
@@ -342,13 +336,13 @@ class Runner:
         return min(-(-positions // self.pool.page_size), self.state.block_table.shape[1])
 
 
-def _fused_ops(state: SlotState, pool: LatentPool, num_speculative_tokens: int) -> StepOps | None:
-    """The fused operators of greedy steps, on a GPU."""
+def _step_ops(state: SlotState, pool: LatentPool, num_speculative_tokens: int) -> StepOps:
+    """The fused operators on a GPU, else the plain ones."""
     if not fused(pool.pages):
-        return None
-    from engine.kernels.step import GreedyOps  # Triton is no part of a CPU installation
+        return PlainOps(state, pool, num_speculative_tokens)
+    from engine.kernels.step import FusedOps  # Triton is no part of a CPU installation
 
-    return GreedyOps(state, pool, num_speculative_tokens)
+    return FusedOps(state, pool, num_speculative_tokens)
 
 
 def _slot(row: Sequence) -> int:

@@ -3,7 +3,7 @@
 Every forward is ``[B, S]`` (S = W for verify and extend, 1 for a draft step) and nothing in its layout depends
 on how many tokens were accepted. There is no host decision and no synchronisation inside, so the whole step is
 one sequence of device operations that a graph can capture. What happens between the forwards is in ``StepOps``:
-plain operators for every variant and device, fused kernels for greedy steps on a GPU.
+plain operators for any device, fused kernels on a GPU.
 
 Names: B rows, K speculative tokens, W = K + 1, H hidden size, V vocabulary, a accepted drafts (0..K).
 """
@@ -22,8 +22,9 @@ from engine.kv.pool import LatentPool
 from engine.layout import UniformLayout, uniform_layout
 from engine.model.decoder import Decoder
 from engine.model.draft import Draft
+from engine.rng import place_weights
 from engine.sampler import Variant
-from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
+from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Accepted:
     seq_len: Tensor  # [B] int64: positions written before the step, plus a + 1
     last: Tensor  # [B] int64: flat index of each row's token a among the B * W
     flags: Tensor  # [B] int64: the guard's verdict on the target
-    output_counts: Tensor | None  # [B, V] int32 with the emitted tokens (processed variants)
+    history: Tensor | None  # [B, W] int64: the emitted tokens, -1 past the accepted ones (processed variants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Drafted:
     """What the draft phase proposes."""
 
     tokens: list[Tensor]  # K of [B] int64
-    probs: Tensor | None  # [B, K, V] float32: what each was drawn from (sampled variants)
+    probs: Tensor | None  # [B, K, V] float32: what each was drawn from, if it is not stored yet
     found: list[
         Tensor
     ]  # K of [B] int64: the guard's verdict on each one's logits, the contract's on its layout
@@ -107,7 +108,12 @@ class StepOps(Protocol):
     def load(
         self, slots: Tensor, check: Tensor | None, max_lens: tuple[int, ...], variant: Variant, width: int
     ) -> Rows:
-        """Gather and check the state of ``slots`` ``[B]``; see ``SpeculativeStep.run``."""
+        """Gather and check the state of ``slots`` ``[B]``; see ``SpeculativeStep.run``.
+
+        Args:
+            width: Tokens that the forward writes from each row's length on: W, 1 to leave its drafts out, or 0 for
+                a draft phase alone.
+        """
         ...
 
     def place(self, rows: Rows, first: Tensor, stride: int, ahead: int = 0) -> Places:
@@ -119,11 +125,16 @@ class StepOps(Protocol):
         ...
 
     def propose(
-        self, rows: Rows, logits: Tensor, first: Tensor, counts: Tensor | None, ahead: int = 0
+        self, rows: Rows, logits: Tensor, first: Tensor, history: Tensor | None, number: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """One draft ``[B]`` from ``logits`` ``[B, V]`` for position ``first`` ``[B]`` ``+ ahead``.
+        """Draft ``number`` (0..K-1) ``[B]`` from ``logits`` ``[B, V]``, for position ``first + 1 + number``.
 
-        Also the distribution ``[B, V]`` that it was drawn from (sampled variants), and the guard's verdict ``[B]``.
+        Also the distribution ``[B, V]`` that it was drawn from, unless the slot has it already or all rows are
+        greedy; and the guard's verdict ``[B]``.
+
+        Args:
+            history: ``[B, R]`` int64: tokens behind those that the slot has counted, -1 for none (processed
+                variants).
         """
         ...
 
@@ -137,12 +148,13 @@ class StepOps(Protocol):
 
 
 class SpeculativeStep:
-    """The step over a decoder, its draft, their latent pool and the slots' state.
+    """The step over a decoder, its draft and their latent pool.
 
     Args:
         draft: ``None`` for K = 0: the step is then a plain decode step of stride 1.
-        ops: Serves every variant.
-        greedy_ops: Serves greedy steps without history, if given.
+
+    Attributes:
+        ops: What happens between the forwards.
     """
 
     def __init__(
@@ -152,29 +164,25 @@ class SpeculativeStep:
         draft: Draft | None,
         backend: AttentionBackend,
         pool: LatentPool,
-        state: SlotState,
         num_speculative_tokens: int,
         ops: StepOps,
-        greedy_ops: StepOps | None = None,
     ) -> None:
         assert (draft is None) == (num_speculative_tokens == 0), "drafts need a draft model, and only they do"
         self._decoder = decoder
         self._draft_model = draft
         self._backend = backend
         self._pool = pool
-        self._state = state
         self._k = num_speculative_tokens
-        self._plain_ops = ops
-        self._greedy_ops = greedy_ops or ops
+        self.ops = ops
 
     @property
     def checks(self) -> bool:
         """Contract and guard; off only to measure what they cost, and before anything is captured."""
-        return self._plain_ops.checks
+        return self.ops.checks
 
     @checks.setter
     def checks(self, on: bool) -> None:
-        self._plain_ops.checks = self._greedy_ops.checks = on
+        self.ops.checks = on
 
     def run(
         self,
@@ -198,18 +206,17 @@ class SpeculativeStep:
             "constrained variants read a mask, and only they do"
         )
         width = self._k + 1 if verify_drafts else 1
-        ops = self._ops(variant, width)
-        rows = ops.load(slots, check, max_lens, variant, width)
-        places, attention, verdict = self._inputs(ops, rows, rows.seq_len, width)
+        rows = self.ops.load(slots, check, max_lens, variant, width)
+        places, attention, verdict = self._inputs(rows, rows.seq_len, width)
         rows = _with_verdict(rows, verdict)
         hidden, logits = self._verify(rows.tokens, places, attention)
-        accepted = self._accept(rows, logits, allowed)
+        accepted = self.ops.accept(rows, logits, allowed)
         drafted = None
         if self._draft_model is not None:
             draft_hidden, verdict = self._extend(hidden, accepted, places, attention)
             rows = _with_verdict(rows, verdict)
-            drafted = self._draft(ops, rows, draft_hidden, accepted.seq_len, accepted.output_counts)
-        return StepOutput(ops.commit(rows, accepted, drafted), logits)
+            drafted = self._draft(rows, draft_hidden, accepted.seq_len, accepted.history)
+        return StepOutput(self.ops.commit(rows, accepted, drafted), logits)
 
     def begin(
         self,
@@ -224,22 +231,16 @@ class SpeculativeStep:
         Args:
             draft_hidden: ``[B, H]``, the draft's hidden state at each slot's last written position.
         """
-        width = self._k + 1
-        ops = self._ops(variant, width)
-        rows = ops.load(slots, check, max_lens, variant, width)
-        counts = self._state.output_counts.index_select(0, slots) if variant.processed else None
-        ops.begin(rows, self._draft(ops, rows, draft_hidden, rows.seq_len, counts))
-
-    def _ops(self, variant: Variant, width: int) -> StepOps:
-        greedy = not (variant.sampled or variant.processed or variant.constrained)
-        return self._greedy_ops if greedy and width == self._k + 1 else self._plain_ops
+        rows = self.ops.load(slots, check, max_lens, variant, 0)
+        history = slots.new_empty((slots.shape[0], 0)) if variant.processed else None
+        self.ops.begin(rows, self._draft(rows, draft_hidden, rows.seq_len, history))
 
     def _inputs(
-        self, ops: StepOps, rows: Rows, first: Tensor, stride: int, ahead: int = 0
+        self, rows: Rows, first: Tensor, stride: int, ahead: int = 0
     ) -> tuple[Places, Attention, Tensor | None]:
         """Places of ``stride`` tokens, attention up to them, and the contract's verdict on the layout."""
         layout = uniform_layout(rows.slots.shape[0], stride, rows.slots.device)
-        places = ops.place(rows, first, stride, ahead)
+        places = self.ops.place(rows, first, stride, ahead)
         attention = UniformAttention(
             self._backend,
             self._pool,
@@ -267,10 +268,6 @@ class SpeculativeStep:
         hidden = self._decoder(tokens.flatten(), places.positions, attention)
         return hidden, self._decoder.logits(hidden).view(*tokens.shape, -1)
 
-    def _accept(self, rows: Rows, logits: Tensor, allowed: Tensor | None) -> Accepted:
-        """How many drafts stand, and the tokens to emit: always distributed as the target's own."""
-        return self._ops(rows.variant, rows.width).accept(rows, logits, allowed)
-
     def _extend(
         self, hidden: Tensor, accepted: Accepted, places: Places, attention: Attention
     ) -> tuple[Tensor, Tensor | None]:
@@ -285,32 +282,30 @@ class SpeculativeStep:
         out = self._draft_model(hidden, accepted.emitted.flatten(), places.positions, attention)
         return out.index_select(0, accepted.last), self._check_layout(layout)
 
-    def _draft(
-        self, ops: StepOps, rows: Rows, hidden: Tensor, seq_len: Tensor, counts: Tensor | None
-    ) -> Drafted:
+    def _draft(self, rows: Rows, hidden: Tensor, seq_len: Tensor, history: Tensor | None) -> Drafted:
         """K drafts behind the token at position ``seq_len``.
 
         Args:
             hidden: ``[B, H]``, the draft's state at position ``seq_len - 1``.
-            counts: ``[B, V]`` output counts before the first draft (processed variants).
+            history: ``[B, R]`` int64, see ``StepOps.propose``; the drafts join it.
         """
         assert self._draft_model is not None
         tokens: list[Tensor] = []
         probs: list[Tensor] = []
         found: list[Tensor] = []
         verdict: Tensor | None = None
-        for step in range(self._k):
-            if step:
-                places, attention, verdict = self._inputs(ops, rows, seq_len, 1, ahead=step - 1)
+        for number in range(self._k):
+            if number:
+                places, attention, verdict = self._inputs(rows, seq_len, 1, ahead=number - 1)
                 hidden = self._draft_model(hidden, tokens[-1], places.positions, attention)
             logits = self._draft_model.logits(hidden)  # [B, V]
-            token, chosen_from, flags = ops.propose(rows, logits, seq_len, counts, ahead=1 + step)
+            token, drawn_from, flags = self.ops.propose(rows, logits, seq_len, history, number)
             tokens.append(token)
             found.append(flags if verdict is None else flags | verdict)
-            if chosen_from is not None:
-                probs.append(chosen_from)
-            if counts is not None:
-                counts = counts.scatter_add(1, token[:, None], torch.ones_like(counts[:, :1]))
+            if drawn_from is not None:
+                probs.append(drawn_from)
+            if history is not None:
+                history = torch.cat([history, token[:, None]], dim=1)
         return Drafted(tokens, torch.stack(probs, dim=1) if probs else None, found)
 
 
@@ -319,12 +314,19 @@ def _with_verdict(rows: Rows, verdict: Tensor | None) -> Rows:
     return rows if verdict is None else replace(rows, flags=rows.flags | verdict)
 
 
-def furthest_start(state: SlotState, pool: LatentPool, num_speculative_tokens: int) -> int:
-    """The furthest position from which a step still writes within the block table, its draft steps included."""
-    reach = num_speculative_tokens + 1 + max(0, num_speculative_tokens - 1)
-    return state.block_table.shape[1] * pool.page_size - reach
+def furthest_start(pages: int, page_size: int, width: int, num_speculative_tokens: int) -> int:
+    """The furthest length from which a phase still writes within ``pages`` of a block table.
+
+    It writes ``width`` positions from there on (see ``StepOps.load``), and behind the tokens accepted out of them
+    K - 1 more for drafts.
+    """
+    return pages * page_size - width - max(0, num_speculative_tokens - 1)
 
 
 def slots_check(slots: list[int]) -> int:
-    """A check word of a step's slots, fillers included: sum of (place + 1) * (slot + 1)."""
-    return sum(place * (slot + 1) for place, slot in enumerate(slots, start=1))
+    """A check word of a step's slots, fillers included: each in its place, in wrapping int64 arithmetic.
+
+    Weights are as good as random, so that no likely change of several slots leaves it as it was.
+    """
+    total = sum(weight * (slot + 1) for weight, slot in zip(place_weights(len(slots)), slots, strict=True))
+    return (total + 2**63) % 2**64 - 2**63

@@ -42,6 +42,7 @@ class SlotState:
         block_table: ``[M, table_width]`` int32.
         keys: ``[M]`` int64 seeds, mixed.
         top_k: ``[M]`` int64, V where off.
+        has_tables: ``[M]`` bool: the vocabulary-wide tables are the request's; those of others are stale.
         min_position: ``[M]`` int64: before this absolute position no stop id may be chosen.
         floats: ``[M, 6]`` float32: temperature, top_p, min_p, presence, frequency, repetition.
         logit_bias: ``[M, V]`` float32. stop_mask: ``[M, V]`` bool, the request's stop ids.
@@ -66,6 +67,7 @@ class SlotState:
         self.block_table = torch.zeros((m, table_width), dtype=torch.int32, device=device)
         self.keys = torch.zeros(m, dtype=torch.int64, device=device)
         self.top_k = torch.full((m,), v, dtype=torch.int64, device=device)
+        self.has_tables = torch.zeros(m, dtype=torch.bool, device=device)
         self.min_position = torch.zeros(m, dtype=torch.int64, device=device)
         self.floats = torch.zeros((m, len(_FLOATS)), device=device)
         self.logit_bias = torch.zeros((m, v), device=device)
@@ -101,6 +103,7 @@ class SlotState:
         ]
         self.floats[slot].copy_(stage(floats, torch.float32, self.core.device))
         self.logit_bias[slot].zero_()
+        self.has_tables[slot].fill_(processes_logits(params))
         if processes_logits(params):
             self._bind_tables(slot, tokens, num_prompt, params)
 

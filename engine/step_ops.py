@@ -1,6 +1,6 @@
-"""What a speculative step does between its forwards, in plain operators: every variant, any device.
+"""What a speculative step does between its forwards, in plain operators, on any device.
 
-The fused kernels of greedy steps on a GPU (``engine.kernels.step``) compute the same; these are their oracle.
+The fused kernels of a GPU (``engine.kernels.step``) compute the same; these are their oracle.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.guard import HALTING, Flag, classify, is_halted, reduce_rows
 from engine.kv.pool import SCRATCH_PAGE, LatentPool
 from engine.layout import uniform_layout
-from engine.rng import Purpose, uniforms
+from engine.rng import Purpose, device_weights, uniforms
 from engine.sampler import Variant, distribution, draw, mask_logits, process_logits
 from engine.spec import Accepted, Drafted, Places, Rows, furthest_start
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
@@ -34,7 +34,6 @@ class PlainOps:
         self._page_size = pool.page_size
         self._num_pages = pool.num_pages
         self._k = num_speculative_tokens
-        self._max_start = furthest_start(state, pool, num_speculative_tokens)
         self.checks = True
 
     def load(
@@ -49,11 +48,13 @@ class PlainOps:
         table = self._state.block_table.index_select(0, slots)[:, :pages]
         flags = core[:, FLAGS]
         if bad_slots is not None:
-            flags = flags | bad_slots | self._check_rows(core, table)
+            tokens = core[:, NEXT_TOKEN : NEXT_TOKEN + max(1, width)]
+            furthest = furthest_start(table.shape[1], self._page_size, width, self._k)
+            flags = flags | bad_slots | self._check_rows(core[:, SEQ_LEN], tokens, table, furthest)
         stopped = is_halted(flags)[:, None]
         core = core.masked_fill(stopped, 0)
-        if width <= self._k:
-            core[:, NUM_DRAFTS] = 0  # the drafts are left out
+        if width == 1:
+            core[:, NUM_DRAFTS] = 0  # the drafts, if there are any, are left out
         table = table.masked_fill(stopped, SCRATCH_PAGE)
         return Rows(slots, core, flags, table, max_lens, variant, width)
 
@@ -62,14 +63,15 @@ class PlainOps:
         padding = self._state.padding_slot
         bad = ((slots < 0) | (slots > padding)).any()
         if check is not None:
-            places = torch.arange(1, slots.shape[0] + 1, device=slots.device)
-            bad = bad | ((places * (slots + 1)).sum() != check[0])
+            bad = bad | ((device_weights(slots.shape[0], slots.device) * (slots + 1)).sum() != check[0])
         return torch.where(bad, padding, slots), bad * int(Flag.SLOTS)
 
-    def _check_rows(self, core: Tensor, table: Tensor) -> Tensor:
-        """Flags ``[B]`` of gathered state that no step can have left behind."""
-        seq_len, tokens = core[:, SEQ_LEN], core[:, NEXT_TOKEN:]
-        bad_length = (seq_len < 0) | (seq_len > self._max_start)
+    def _check_rows(self, seq_len: Tensor, tokens: Tensor, table: Tensor, furthest: int) -> Tensor:
+        """Flags ``[B]`` of state that no step can have left behind.
+
+        Lengths ``[B]`` are at most ``furthest``; tokens ``[B, R]`` and the block table are those that are read.
+        """
+        bad_length = (seq_len < 0) | (seq_len > furthest)
         bad_token = ((tokens < 0) | (tokens >= self._state.vocab_size)).any(dim=1)
         first = torch.arange(table.shape[1], device=table.device) * self._page_size
         # Written positions have pages; the scratch page stands only where a row owns none yet
@@ -102,11 +104,9 @@ class PlainOps:
         found = self._classify(logits, Flag.TARGET_NAN, Flag.TARGET_INF)  # [B, W]
         if allowed is not None:
             logits = mask_logits(logits, allowed)
-        counts = None
         if rows.variant.processed:
-            counts = self._state.output_counts.index_select(0, rows.slots)
-            history = _counts_along_run(counts, drafts)
-            logits = process_logits(logits, self._state, rows.slots, history, decided)
+            before = _counts_along_run(self._state.output_counts.index_select(0, rows.slots), drafts)
+            logits = process_logits(logits, self._state, rows.slots, before, decided)
         valid = layout.offsets[: rows.width - 1] < rows.num_drafts  # [B, K]
         if rows.variant.sampled:
             emitted, count = self._reject(rows, drafts, valid, decided, logits)
@@ -115,11 +115,10 @@ class PlainOps:
             count = _leading_true((emitted[:, :-1] == drafts) & valid)
         kept = layout.offsets <= count[:, None]  # [B, W]
         ignored = torch.where(((found > 0) & ~kept).any(dim=1), int(Flag.IGNORED), 0)
-        if counts is not None:
-            counts = counts.scatter_add(1, emitted, kept.to(torch.int32))
         flags = reduce_rows(found, kept) | ignored
         last = layout.row_starts + count
-        return Accepted(emitted, count, rows.seq_len + count + 1, last, flags, counts)
+        history = emitted.masked_fill(~kept, -1) if rows.variant.processed else None
+        return Accepted(emitted, count, rows.seq_len + count + 1, last, flags, history)
 
     def _classify(self, logits: Tensor, nan: Flag, inf: Flag) -> Tensor:
         if self.checks:
@@ -153,22 +152,25 @@ class PlainOps:
         return padded.scatter(1, count[:, None], token[:, None]), count
 
     def propose(
-        self, rows: Rows, logits: Tensor, first: Tensor, counts: Tensor | None, ahead: int = 0
+        self, rows: Rows, logits: Tensor, first: Tensor, history: Tensor | None, number: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """See ``StepOps``."""
         logits = logits.float()
         found = self._classify(logits, Flag.DRAFT_NAN, Flag.DRAFT_INF)
-        if counts is None and not rows.variant.sampled:
-            return logits.argmax(dim=-1), None, found
-        position = first + ahead
-        logits = logits[:, None]  # [B, 1, V]
-        if counts is not None:
-            logits = process_logits(logits, self._state, rows.slots, counts[:, None], position[:, None])
+        position = first + 1 + number
+        if history is not None:
+            counts = self._counts(rows.slots, history)[:, None]
+            logits = process_logits(logits[:, None], self._state, rows.slots, counts, position[:, None])[:, 0]
         if not rows.variant.sampled:
-            return logits[:, 0].argmax(dim=-1), None, found
-        probs = distribution(logits, self._state, rows.slots, rows.variant.truncated)[:, 0]
+            return logits.argmax(dim=-1), None, found
+        probs = distribution(logits[:, None], self._state, rows.slots, rows.variant.truncated)[:, 0]
         keys = self._state.keys.index_select(0, rows.slots)
         return draw(probs, uniforms(keys, position, Purpose.DRAFT)), probs, found
+
+    def _counts(self, slots: Tensor, history: Tensor) -> Tensor:
+        """Output counts ``[B, V]`` int32 of ``slots`` with the tokens ``history`` ``[B, R]``, -1 for none."""
+        counts = self._state.output_counts.index_select(0, slots)
+        return counts.scatter_add(1, history.clamp_min(0), (history >= 0).to(torch.int32))
 
     def _usable(self, found: Tensor) -> Tensor:
         """Drafts that the next step may verify ``[B]``: none after a fault of the draft."""
@@ -188,9 +190,10 @@ class PlainOps:
         kept = self._state.core.index_select(0, rows.slots)
         kept[:, FLAGS] = flags & int(HALTING)
         core = torch.where(halted, kept, torch.cat([head, *columns], dim=1))
-        counts = accepted.output_counts
-        if counts is not None:
-            counts = torch.where(halted, self._state.output_counts.index_select(0, rows.slots), counts)
+        counts = None
+        if accepted.history is not None:
+            idle = halted | (rows.slots == self._state.padding_slot)[:, None]
+            counts = self._counts(rows.slots, accepted.history.masked_fill(idle, -1))
         self._store(rows.slots, core, drafted, counts)
         results = [accepted.emitted, accepted.count[:, None], rows.num_drafts, flags[:, None]]
         return torch.cat(results, dim=1)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.kv.pool import LatentPool
 from engine.layout import uniform_layout
 from engine.model.decoder import Decoder, Embedding
 from engine.model.draft import MtpDraft
@@ -30,7 +31,8 @@ from engine.model.reader import INDEX
 from engine.model.report import CheckpointReport
 from engine.model.rope import RotaryTable
 from engine.model.weights import Target, decoder_targets, draft_targets, embedding_target, head_target
-from engine.spec import Accepted, Rows, SpeculativeStep
+from engine.spec import Accepted, Rows, StepOps
+from engine.state import SlotState
 
 Routing = Literal["spread", "concentrated"]
 
@@ -267,47 +269,56 @@ def forced_counts(accept_length: float, num_positions: int, max_drafts: int) -> 
     return counts
 
 
-class ForcedStep(SpeculativeStep):
-    """A step that accepts as many drafts as ``forced_counts`` says, whatever the target thinks of them.
+class ForcedOps:
+    """``StepOps`` that accept as many drafts as ``forced_counts`` says, whatever the target thinks of them.
 
-    The tokens stay the models': the target's argmax of each row in greedy steps; in sampled ones the drafts stand
-    where more of them are accepted than sampling accepted. The cost is the real step's and a few kernels on
-    ``[B]``. Greedy acceptance must have computed the argmax of all W rows, and rows past its own count are
-    reported as ``IGNORED`` where they are not finite. Make it with ``over``.
+    The tokens stay the models': the target's argmax of each greedy row; in sampled ones the drafts stand where more
+    of them are accepted than sampling accepted. The cost is that of ``ops`` and a few kernels on ``[B]``. A greedy
+    row's argmax must have been computed at all W places, and places past its own count are reported as ``IGNORED``
+    where they are not finite.
+
+    Args:
+        accept_length: From 1 to K + 1 tokens a step.
     """
 
-    _counts: Tensor
+    def __init__(
+        self, ops: StepOps, state: SlotState, pool: LatentPool, k: int, accept_length: float
+    ) -> None:
+        self._ops = ops
+        positions = state.block_table.shape[1] * pool.page_size
+        counts = forced_counts(accept_length, positions, k)
+        self._counts = torch.tensor(counts, device=state.core.device)
+        self.load, self.place, self.propose = ops.load, ops.place, ops.propose
+        self.commit, self.begin = ops.commit, ops.begin
 
-    @classmethod
-    def over(cls, step: SpeculativeStep, accept_length: float) -> ForcedStep:
-        """``step`` with its acceptance forced; ``accept_length`` from 1 to K + 1 tokens a step."""
-        forced = cls.__new__(cls)
-        vars(forced).update(vars(step))
-        positions = step._state.block_table.shape[1] * step._pool.page_size
-        counts = forced_counts(accept_length, positions, step._k)
-        forced._counts = torch.tensor(counts, device=step._state.core.device)
-        return forced
+    @property
+    def checks(self) -> bool:
+        return self._ops.checks
 
-    def _accept(self, rows: Rows, logits: Tensor, allowed: Tensor | None) -> Accepted:
-        accepted = super()._accept(rows, logits, allowed)
+    @checks.setter
+    def checks(self, on: bool) -> None:
+        self._ops.checks = on
+
+    def accept(self, rows: Rows, logits: Tensor, allowed: Tensor | None) -> Accepted:
+        """See ``StepOps``."""
+        accepted = self._ops.accept(rows, logits, allowed)
         stride = accepted.emitted.shape[1]
         if stride == 1:  # a retry after a fault verifies no drafts
             return accepted
         count = torch.minimum(self._counts.index_select(0, rows.seq_len), rows.num_drafts[:, 0])
         more = count - accepted.count
-        emitted, counts = accepted.emitted, accepted.output_counts
+        emitted, history = accepted.emitted, accepted.history
         offsets = uniform_layout(1, stride, logits.device).offsets
-        own = offsets <= accepted.count[:, None]  # [B, W]
         if rows.variant.sampled:
+            own = offsets <= accepted.count[:, None]  # [B, W]
             emitted = torch.where(own, emitted, rows.tokens)
-        if counts is not None:
-            change = (offsets <= count[:, None]).to(torch.int32) - own.to(torch.int32)
-            counts = counts.scatter_add(1, emitted, change)
+        if history is not None:
+            history = emitted.masked_fill(offsets > count[:, None], -1)
         return replace(
             accepted,
             emitted=emitted,
             count=count,
             seq_len=accepted.seq_len + more,
             last=accepted.last + more,
-            output_counts=counts,
+            history=history,
         )

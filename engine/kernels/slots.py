@@ -1,4 +1,4 @@
-"""Kernels over the slots' state: a greedy step's rows out of it, where they stand, and what it leaves there.
+"""Kernels over the slots' state: a step's rows out of it, where they stand, and what it leaves there.
 
 A program has one row of the step (``place_kernel``: some tokens), and writes nothing that another one reads.
 """
@@ -9,6 +9,7 @@ import triton.language as tl
 
 from engine.guard import HALTING, Flag
 from engine.kernels.jit import await_previous, jit, jit_function, jit_varying
+from engine.kernels.rng import mixed, position_term
 from engine.kv.pool import SCRATCH_PAGE
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN
 
@@ -42,7 +43,8 @@ def _are_bad(
         here = start + place
         slot = tl.load(slots + here, mask=here < rows, other=-1)
         outside = outside | ((here < rows) & ((slot < 0) | (slot > padding_slot))).to(tl.int32)
-        total += (here + 1).to(tl.int64) * (slot + 1)
+        weight = mixed(position_term((here + 1).to(tl.int64)))
+        total += tl.where(here < rows, weight.to(tl.int64, bitcast=True) * (slot + 1), 0)
         start += chunk
     bad = tl.max(outside, axis=0) > 0
     if has_check:
@@ -57,13 +59,16 @@ def _verdict(
     token: tl.tensor,
     is_token: tl.tensor,
     pages: tl.tensor,
+    furthest: tl.tensor,
     vocab: tl.constexpr,
-    max_start: tl.constexpr,
     num_pages: tl.constexpr,
     page_size: tl.constexpr,
     chunk: tl.constexpr,
 ) -> tl.tensor:
-    """Flags of state that no step can have left behind; ``owned``: the slot's row of the block table."""
+    """Flags of state that no step can have left behind.
+
+    ``owned``: the slot's row of the block table; ``furthest``: the greatest length.
+    """
     place = tl.arange(0, chunk)
     bad_page = tl.zeros([chunk], dtype=tl.int32)
     start = 0
@@ -75,12 +80,12 @@ def _verdict(
         bad_page = bad_page | ((here < pages) & ((page < lowest) | (page >= num_pages))).to(tl.int32)
         start += chunk
     bad_token = (is_token & ((token < 0) | (token >= vocab))).to(tl.int32)
-    flags = tl.where((seq_len < 0) | (seq_len > max_start), _BAD_LENGTH, 0)
+    flags = tl.where((seq_len < 0) | (seq_len > furthest), _BAD_LENGTH, 0)
     flags = flags | tl.where(tl.max(bad_token, axis=0) > 0, _BAD_TOKEN, 0)
     return flags | tl.where(tl.max(bad_page, axis=0) > 0, _BAD_PAGE, 0)
 
 
-@jit_varying("rows", "pages")
+@jit_varying("rows", "pages", "furthest", "width")
 def load_kernel(
     slots: tl.tensor,
     check: tl.tensor,
@@ -92,9 +97,10 @@ def load_kernel(
     table: tl.tensor,
     rows: tl.tensor,
     pages: tl.tensor,
+    furthest: tl.tensor,
+    width: tl.tensor,
     padding_slot: tl.constexpr,
     vocab: tl.constexpr,
-    max_start: tl.constexpr,
     num_pages: tl.constexpr,
     page_size: tl.constexpr,
     table_width: tl.constexpr,
@@ -120,14 +126,16 @@ def load_kernel(
     values = tl.load(own + column, mask=column < columns, other=0)
     if checks:
         seq_len = tl.load(own + _SEQ_LEN)
-        is_token = (column >= _NEXT_TOKEN) & (column < columns)
+        is_token = (column >= _NEXT_TOKEN) & (column < _NEXT_TOKEN + tl.maximum(width, 1))
         verdict = verdict | _verdict(
-            owned, seq_len, values, is_token, pages, vocab, max_start, num_pages, page_size, chunk
+            owned, seq_len, values, is_token, pages, furthest, vocab, num_pages, page_size, chunk
         )
     found = tl.load(own + _FLAGS) | verdict
     stopped = (found & _HALTING) != 0
     tl.store(flags + row, found)
-    tl.store(core + row * columns + column, tl.where(stopped, 0, values), mask=column < columns)
+    # At width 1 the drafts, if there are any, are left out
+    idle = stopped | ((column == _NUM_DRAFTS) & (width == 1))
+    tl.store(core + row * columns + column, tl.where(idle, 0, values), mask=column < columns)
     start = 0
     while start < pages:
         here = start + tl.arange(0, chunk)
@@ -201,9 +209,10 @@ def _store_slot(
         tl.store(state_core + padding_slot * columns + column, column.to(tl.int64) * 0, mask=column < columns)
 
 
-@jit_varying("accepted", "seq_len", "target_flags")
+@jit_varying("accepted", "seq_len", "target_flags", "history", "width")
 def commit_kernel(
     state_core: tl.tensor,
+    output_counts: tl.tensor,
     slots: tl.tensor,
     core: tl.tensor,
     row_flags: tl.tensor,
@@ -211,14 +220,21 @@ def commit_kernel(
     accepted: tl.tensor,
     seq_len: tl.tensor,
     target_flags: tl.tensor,
+    history: tl.tensor,
     tokens: tl.tuple,
     found: tl.tuple,
     packed: tl.tensor,
+    width: tl.tensor,
     k: tl.constexpr,
+    vocab: tl.constexpr,
     padding_slot: tl.constexpr,
     column_block: tl.constexpr,
+    has_history: tl.constexpr,
 ) -> None:
-    """``StepOps.commit`` of the drafts ``tokens`` with the verdicts ``found``, K of each."""
+    """``StepOps.commit`` of the drafts ``tokens`` with the verdicts ``found``, K of each.
+
+    The tokens ``history`` join those that the slot counts.
+    """
     await_previous()
     row = tl.program_id(0)
     columns: tl.constexpr = 4 + k
@@ -226,10 +242,10 @@ def commit_kernel(
     slot, count = tl.load(slots + row), tl.load(accepted + row)
     draft_flags = _any_of(row, found, k)
     flags = tl.load(row_flags + row) | tl.load(target_flags + row) | draft_flags
-    run = tl.load(emitted + row * (k + 1) + column, mask=column <= k, other=0)
+    run = tl.load(emitted + row * width + column, mask=column < width, other=0)
     values = tl.where(column == _SEQ_LEN, tl.load(seq_len + row), 0)
     values = tl.where(column == _NUM_DRAFTS, tl.where(draft_flags > 0, 0, k), values)
-    values = tl.where(column == _NEXT_TOKEN, tl.load(emitted + row * (k + 1) + count), values)
+    values = tl.where(column == _NEXT_TOKEN, tl.load(emitted + row * width + count), values)
     values = _with_drafts(values, column, row, tokens, k)
     # A halted slot keeps what it had
     known = (slot >= 0) & (slot <= padding_slot) & (column < columns)
@@ -237,11 +253,15 @@ def commit_kernel(
     kept = tl.where(column == _FLAGS, flags & _HALTING, kept)
     values = tl.where((flags & _HALTING) != 0, kept, values)
     _store_slot(state_core, slot, values, column, columns, padding_slot)
-    own = packed + row * (k + 4)
-    tl.store(own + column, run, mask=column <= k)
-    tl.store(own + k + 1, count)
-    tl.store(own + k + 2, tl.load(core + row * columns + _NUM_DRAFTS))
-    tl.store(own + k + 3, flags)
+    if has_history:
+        token = tl.load(history + row * width + column, mask=column < width, other=-1)
+        live = (slot >= 0) & (slot < padding_slot) & ((flags & _HALTING) == 0)
+        tl.atomic_add(output_counts + slot * vocab + token, 1, mask=live & (token >= 0), sem="relaxed")
+    own = packed + row * (width + 3)
+    tl.store(own + column, run, mask=column < width)
+    tl.store(own + width, count)
+    tl.store(own + width + 1, tl.load(core + row * columns + _NUM_DRAFTS))
+    tl.store(own + width + 2, flags)
 
 
 @jit

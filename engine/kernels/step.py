@@ -1,25 +1,29 @@
-"""What a greedy step does between its forwards, one kernel each: ``engine.step_ops`` for a GPU.
+"""What a step does between its forwards, in a few kernels: ``engine.step_ops`` for a GPU.
 
-Plain operators spend some 120 launches on it, most of them on a few hundred bytes.
+Plain operators spend some 120 launches on a greedy step, most of them on a few hundred bytes, and sort the
+vocabulary where they sample.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from engine.guard import Flag
 from engine.kernels.argmax import (
     MAX_TILE,
     NO_PART,
     combined,
+    draft_flags,
     find_best,
     find_parts,
-    kind_of,
+    run_flags,
     token_of,
 )
 from engine.kernels.jit import await_previous, check_rows, jit, jit_function, jit_varying, power_of_two
+from engine.kernels.sample import FIGURES, accept_kernel, propose_kernel, tables_of, weigh_kernel
 from engine.kernels.slots import begin_kernel, commit_kernel, load_kernel, place_kernel
 from engine.kv.pool import LatentPool
 from engine.sampler import Variant
@@ -28,22 +32,20 @@ from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 
 CHUNK = 256
 """Slots, pages or tokens that a program looks at in one go."""
-_IGNORED = tl.constexpr(int(Flag.IGNORED))
-_TARGET_NAN = tl.constexpr(int(Flag.TARGET_NAN))
-_TARGET_INF = tl.constexpr(int(Flag.TARGET_INF))
-_DRAFT_NAN = tl.constexpr(int(Flag.DRAFT_NAN))
-_DRAFT_INF = tl.constexpr(int(Flag.DRAFT_INF))
-_NO_FLAG = tl.constexpr(1 << 30)
-"""Above every flag."""
+MAX_VALUES = 4096
+"""Logits of a sampled row that its program holds at a time."""
+FEW = 2048
+"""Logits that a search for a threshold holds to its end."""
 _SEQ_LEN = tl.constexpr(SEQ_LEN)
 _NUM_DRAFTS = tl.constexpr(NUM_DRAFTS)
 _NEXT_TOKEN = tl.constexpr(NEXT_TOKEN)
 
 
-class GreedyOps:
-    """``StepOps`` of greedy steps without history or grammar that verify all drafts, on a GPU.
+class FusedOps:
+    """``StepOps`` on a GPU.
 
-    The results are those of ``PlainOps``, to the bit.
+    What a greedy row becomes is what ``PlainOps`` makes of it, to the bit; a sampled row's token is drawn by the
+    same uniforms from the same distribution, whose sums are rounded otherwise.
 
     Args:
         num_speculative_tokens: K.
@@ -57,14 +59,12 @@ class GreedyOps:
         self._page_size = pool.page_size
         self._num_pages = pool.num_pages
         self._k = num_speculative_tokens
-        self._max_start = furthest_start(state, pool, num_speculative_tokens)
         self.checks = True
 
     def load(
         self, slots: Tensor, check: Tensor | None, max_lens: tuple[int, ...], variant: Variant, width: int
     ) -> Rows:
         """Gather the slots' state. What breaks the contract is told in the flags, and the row does not run."""
-        assert not (variant.sampled or variant.processed or variant.constrained) and width == self._k + 1
         assert slots.is_contiguous(), "slots are read side by side"
         state, (rows,), new = self._state, slots.shape, slots.new_empty
         pages = min(-(-max(max_lens) // self._page_size), state.block_table.shape[1])
@@ -73,7 +73,8 @@ class GreedyOps:
         load_kernel[(rows,)](
             slots, slots if check is None else check, state.core, state.block_table,
             checked, core, flags, table, rows, pages,
-            padding_slot=state.padding_slot, vocab=state.vocab_size, max_start=self._max_start,
+            furthest_start(pages, self._page_size, width, self._k), width,
+            padding_slot=state.padding_slot, vocab=state.vocab_size,
             num_pages=self._num_pages, page_size=self._page_size, table_width=state.block_table.shape[1],
             columns=4 + self._k, column_block=power_of_two(4 + self._k), chunk=CHUNK,
             checks=self.checks, has_check=check is not None,
@@ -93,33 +94,73 @@ class GreedyOps:
         return Places(positions, write_slots, seq_lens)
 
     def accept(self, rows: Rows, logits: Tensor, allowed: Tensor | None) -> Accepted:
-        """See ``StepOps``: argmax comparison."""
-        assert allowed is None, "a grammar's mask is for the plain operators"
+        """See ``StepOps``: argmax comparison, or rejection sampling."""
         count, width, vocab = logits.shape
-        logits = logits.flatten(0, 1)
-        source, parts, tile = self._findings(logits, width)
         emitted = rows.slots.new_empty((count, width))
         accepted, seq_len, last, flags = rows.slots.new_empty((4, count)).unbind(0)
+        result = Accepted(emitted, accepted, seq_len, last, flags, None)
+        if rows.variant.any:
+            return self._accept_weighed(rows, logits, allowed, result)
+        logits = logits.flatten(0, 1)
+        source, parts, tile = self._findings(logits, width)
+        place_block = power_of_two(self._k + 1)
         _accept[(count,)](
-            source, logits.stride(0), rows.core, emitted, accepted, seq_len, last, flags,
-            k=self._k, place_block=power_of_two(width), vocab=vocab, parts=parts, tile=tile,
-            checks=self.checks, num_warps=_warps(power_of_two(width) * tile),
+            source, logits.stride(0), rows.core, emitted, accepted, seq_len, last, flags, width,
+            k=self._k, place_block=place_block, vocab=vocab, parts=parts, tile=tile,
+            checks=self.checks, num_warps=_warps(place_block * tile),
         )  # fmt: skip
-        return Accepted(emitted, accepted, seq_len, last, flags, None)
+        return result
+
+    def _accept_weighed(
+        self, rows: Rows, logits: Tensor, allowed: Tensor | None, result: Accepted
+    ) -> Accepted:
+        """``accept`` by the requests' parameters; ``result`` with what it decides."""
+        count, width, vocab = logits.shape
+        tables, draft_probs = tables_of(self._state), self._state.draft_probs
+        history, reading = torch.empty_like(result.emitted), _reading(vocab)
+        values, few = self._room(count * width)
+        findings = rows.slots.new_empty(count * width)
+        figures = values.new_empty((count * width, FIGURES.value))
+        weigh_kernel[(count * width,)](
+            logits.contiguous(), values, few, findings, figures, rows.slots, rows.core, tables,
+            rows.slots if allowed is None else allowed.contiguous(), width,
+            columns=4 + self._k, words=0 if allowed is None else allowed.shape[-1],
+            few_size=few.shape[1], has_mask=allowed is not None, **reading,
+        )  # fmt: skip
+        accept_kernel[(count,)](
+            values, findings, figures, rows.slots, rows.core, tables, draft_probs, result.emitted, history,
+            result.count, result.seq_len, result.last, result.flags, width,
+            k=self._k, place_block=power_of_two(self._k + 1), checks=self.checks, **reading,
+        )  # fmt: skip
+        return replace(result, history=history) if rows.variant.processed else result
 
     def propose(
-        self, rows: Rows, logits: Tensor, first: Tensor, counts: Tensor | None, ahead: int = 0
+        self, rows: Rows, logits: Tensor, first: Tensor, history: Tensor | None, number: int
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """See ``StepOps``."""
-        assert counts is None, "penalties are for the plain operators"
-        source, parts, tile = self._findings(logits, 1)
+        """See ``StepOps``. What a draft was drawn from is written to its slot."""
+        count, vocab = logits.shape
         # One allocation each: they travel in tuples, where alignment must not depend on the number of rows
-        token, flags = rows.slots.new_empty(logits.shape[0]), rows.slots.new_empty(logits.shape[0])
-        _propose[(logits.shape[0],)](
+        token, flags = rows.slots.new_empty(count), rows.slots.new_empty(count)
+        if rows.variant.any:
+            values, few = self._room(count)
+            propose_kernel[(count,)](
+                logits.contiguous(), values, few, rows.slots, tables_of(self._state), self._state.draft_probs,
+                first, first.stride(0), rows.slots if history is None else history.contiguous(),
+                0 if history is None else history.shape[1], number, token, flags,
+                k=self._k, few_size=few.shape[1], checks=self.checks, **_reading(vocab),
+            )  # fmt: skip
+            return token, None, flags
+        source, parts, tile = self._findings(logits, 1)
+        _propose[(count,)](
             source, logits.stride(0), token, flags,
-            vocab=logits.shape[1], parts=parts, tile=tile, checks=self.checks, num_warps=_warps(tile),
+            vocab=vocab, parts=parts, tile=tile, checks=self.checks, num_warps=_warps(tile),
         )  # fmt: skip
         return token, None, flags
+
+    def _room(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Float32 that sampling needs beside its rows: their values ``[rows, padded V]``, and a search's."""
+        reading, new = _reading(self._state.vocab_size), self._state.floats.new_empty
+        return new((rows, reading["padded"])), new((rows, min(FEW, power_of_two(reading["vocab"]))))
 
     def _findings(self, logits: Tensor, width: int) -> tuple[Tensor, int, int]:
         """What one program reads ``width`` rows of ``logits`` ``[N, V]`` from: the logits themselves, with 0 parts,
@@ -136,10 +177,12 @@ class GreedyOps:
         count, width = accepted.emitted.shape
         _check_contiguous(rows.flags, accepted.emitted, accepted.count, accepted.seq_len, accepted.flags)
         packed = rows.slots.new_empty((count, width + 3))
+        has_history = accepted.history is not None
         commit_kernel[(count,)](
-            self._state.core, rows.slots, rows.core, rows.flags,
+            self._state.core, self._state.output_counts, rows.slots, rows.core, rows.flags,
             accepted.emitted, accepted.count, accepted.seq_len, accepted.flags,
-            *_drafts_of(drafted), packed, k=self._k, **self._blocks(), num_warps=1,
+            accepted.history if has_history else accepted.emitted, *_drafts_of(drafted), packed, width,
+            k=self._k, vocab=self._state.vocab_size, has_history=has_history, **self._blocks(), num_warps=1,
         )  # fmt: skip
         return packed
 
@@ -167,6 +210,13 @@ def _check_contiguous(*read: Tensor) -> None:
     assert all(one.is_contiguous() for one in read), "the kernels find a row by its number alone"
 
 
+def _reading(vocab: int) -> dict[str, int]:
+    """How a program reads a row of logits, piece by piece."""
+    chunk = min(MAX_VALUES, power_of_two(vocab))
+    padded = -(-vocab // chunk) * chunk
+    return {"vocab": vocab, "padded": padded, "chunk": chunk, "num_warps": min(16, max(4, chunk // 256))}
+
+
 def _warps(elements: int) -> int:
     """Warps of a program that holds ``elements`` logits: 32 a thread from 4096 on."""
     return min(16, max(4, elements // 1024))
@@ -183,7 +233,7 @@ def _best_of(
     tile: tl.constexpr,
     checks: tl.constexpr,
 ) -> tl.tensor:
-    """Findings ``[R]`` of the rows ``row`` ``[R]`` where ``inside``; see ``GreedyOps._findings``."""
+    """Findings ``[R]`` of the rows ``row`` ``[R]`` where ``inside``; see ``FusedOps._findings``."""
     here = tl.arange(0, tile)[None, :]
     row, inside = row[:, None].to(tl.int64), inside[:, None]
     if parts == 0:
@@ -194,7 +244,7 @@ def _best_of(
     return found
 
 
-@jit_varying("accepted", "seq_len", "last", "flags")
+@jit_varying("accepted", "seq_len", "last", "flags", "width")
 def _accept(
     source: tl.tensor,
     stride: tl.tensor,
@@ -204,6 +254,7 @@ def _accept(
     seq_len: tl.tensor,
     last: tl.tensor,
     flags: tl.tensor,
+    width: tl.tensor,
     k: tl.constexpr,
     place_block: tl.constexpr,
     vocab: tl.constexpr,
@@ -211,30 +262,23 @@ def _accept(
     tile: tl.constexpr,
     checks: tl.constexpr,
 ) -> None:
-    """``StepOps.accept``, one program a row; ``source`` as ``GreedyOps._findings`` has it."""
+    """``StepOps.accept`` of greedy rows, one program each; ``source`` as ``FusedOps._findings`` has it."""
     await_previous()
     row = tl.program_id(0)
     place = tl.arange(0, place_block)
-    inside = place <= k
-    here = row * (k + 1) + place
+    inside = place < width
+    here = row * width + place
     finding = _best_of(source, stride, here, inside, vocab, parts, tile, checks)
     token = token_of(finding)
     tl.store(emitted + here, token, mask=inside)
     own = core + row * (4 + k)
-    draft = tl.load(own + _NEXT_TOKEN + 1 + place, mask=place < k, other=-1)
-    stands = (token == draft) & (place < k) & (place < tl.load(own + _NUM_DRAFTS))
-    count = tl.min(tl.where(stands, place_block, place), axis=0)  # place K never stands
+    draft = tl.load(own + _NEXT_TOKEN + 1 + place, mask=place < width - 1, other=-1)
+    stands = (token == draft) & (place < width - 1) & (place < tl.load(own + _NUM_DRAFTS))
+    count = tl.min(tl.where(stands, place_block, place), axis=0)  # the last place never stands
     tl.store(accepted + row, count.to(tl.int64))
     tl.store(seq_len + row, tl.load(own + _SEQ_LEN) + count + 1)
-    tl.store(last + row, (row * (k + 1) + count).to(tl.int64))
-    verdict = tl.zeros([1], dtype=tl.int64)
-    if checks:
-        kind = kind_of(finding, _TARGET_NAN, _TARGET_INF)
-        bad = inside & (kind > 0)
-        least = tl.min(tl.where(bad & (place <= count), kind, _NO_FLAG), axis=0)
-        ignored = tl.max((bad & (place > count)).to(tl.int64), axis=0) * _IGNORED
-        verdict += tl.where(least == _NO_FLAG, 0, least) | ignored
-    tl.store(flags + row + tl.arange(0, 1), verdict)
+    tl.store(last + row, (row * width + count).to(tl.int64))
+    tl.store(flags + row + tl.arange(0, 1), run_flags(finding, place, inside, count, checks))
 
 
 @jit
@@ -248,12 +292,9 @@ def _propose(
     tile: tl.constexpr,
     checks: tl.constexpr,
 ) -> None:
-    """``StepOps.propose``, one program a row; ``source`` as ``GreedyOps._findings`` has it."""
+    """``StepOps.propose`` of greedy rows, one program each; ``source`` as ``FusedOps._findings`` has it."""
     await_previous()
     row = tl.program_id(0) + tl.arange(0, 1)
     finding = _best_of(source, stride, row, row >= 0, vocab, parts, tile, checks)
     tl.store(token + row, token_of(finding))
-    verdict = tl.zeros([1], dtype=tl.int64)
-    if checks:
-        verdict = kind_of(finding, _DRAFT_NAN, _DRAFT_INF)
-    tl.store(flags + row, verdict)
+    tl.store(flags + row, draft_flags(finding, checks))

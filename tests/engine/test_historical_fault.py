@@ -68,7 +68,6 @@ def _engine(path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, faulty: 
                 draft=runner.draft,
                 backend=runner._backend,
                 pool=runner.pool,
-                state=runner.state,
                 num_speculative_tokens=K,
                 ops=PlainOps(runner.state, runner.pool, K),
             )

@@ -19,7 +19,7 @@ FLOOR = 1e-4
 """A right implementation fails one test in ten thousand; the seeds are fixed, so it fails never or always."""
 
 
-def _next_probs(sharpness: float) -> dict[int, list[float]]:
+def next_probs(sharpness: float) -> dict[int, list[float]]:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(VOCAB, VOCAB, generator=generator) * sharpness
     return {token: row.tolist() for token, row in enumerate(logits.softmax(dim=-1))}
@@ -31,7 +31,7 @@ def chain(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     wrong = {"right": [], "partly": [1, 4, 5, 9], "wrong": list(range(VOCAB))}[request.param]
     return build_f1(
         tmp_path_factory.mktemp("chain") / "m",
-        vocab=VOCAB, next_probs=_next_probs(1.5), wrong_draft_tokens=wrong, eos=None, tokenizer="none",
+        vocab=VOCAB, next_probs=next_probs(1.5), wrong_draft_tokens=wrong, eos=None, tokenizer="none",
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def _sample(f1: F1, params: SamplingParams, k: int) -> list[Answer]:
     return generate(engine, [[i % VOCAB, (i * 5) % VOCAB] for i in range(count)], params)
 
 
-def _transitions(answers: list[Answer], starts: list[int]) -> np.ndarray:
+def transitions(answers: list[Answer], starts: list[int]) -> np.ndarray:
     counts = np.zeros((VOCAB, VOCAB))
     for answer, start in zip(answers, starts, strict=True):
         for current, following in zip([start, *answer.token_ids], answer.token_ids, strict=False):
@@ -49,7 +49,7 @@ def _transitions(answers: list[Answer], starts: list[int]) -> np.ndarray:
     return counts
 
 
-def _filtered(probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+def filtered(probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> np.ndarray:
     """Rows of ``probs`` after the documented filters, from their definitions."""
     rows = []
     for row in probs.numpy():
@@ -64,7 +64,7 @@ def _filtered(probs: torch.Tensor, top_k: int, top_p: float, min_p: float) -> np
     return np.stack(rows)
 
 
-def _chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
+def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     """p-value over all rows of a transition table; impossible transitions must not have happened."""
     assert not counts[probs == 0].any()
     statistic, freedom = 0.0, 0
@@ -99,8 +99,8 @@ def test_b6_transitions_have_the_targets_distribution(chain: F1, k: int, changes
     params = SamplingParams(max_tokens=200, **changes)  # type: ignore[arg-type]
     answers = _sample(chain, params, k)
     starts = [(i * 5) % VOCAB for i in range(len(answers))]
-    probs = _filtered(chain.probs(params.temperature), params.top_k, params.top_p, params.min_p)
-    assert _chi_square(_transitions(answers, starts), probs) > FLOOR
+    probs = filtered(chain.probs(params.temperature), params.top_k, params.top_p, params.min_p)
+    assert chi_square(transitions(answers, starts), probs) > FLOOR
 
 
 def test_b6_pairs_inside_a_step_are_independent_draws(chain: F1) -> None:
@@ -119,7 +119,7 @@ def test_b6_pairs_inside_a_step_are_independent_draws(chain: F1) -> None:
     for first in range(VOCAB):
         seen = joint.reshape(VOCAB, VOCAB, VOCAB)[:, first].sum(axis=0)
         if seen.sum() >= 100:
-            assert _chi_square(seen[None], probs[first][None]) > FLOOR / VOCAB
+            assert chi_square(seen[None], probs[first][None]) > FLOOR / VOCAB
 
 
 def test_b8_a_seed_gives_the_same_result_alone_among_others_and_in_another_slot(chain: F1) -> None:
@@ -152,7 +152,7 @@ def test_an_engine_seed_makes_unseeded_requests_repeatable(chain: F1) -> None:
 
 def test_right_drafts_are_always_accepted_at_a_temperature(tmp_path: Path) -> None:
     """q = p: rejection would be a bug, and every verify emits K + 1 tokens."""
-    f1 = build_f1(tmp_path / "m", vocab=VOCAB, next_probs=_next_probs(1.0), eos=None, tokenizer="none")
+    f1 = build_f1(tmp_path / "m", vocab=VOCAB, next_probs=next_probs(1.0), eos=None, tokenizer="none")
     answer = generate(
         make_engine(f1.path, num_speculative_tokens=3), [[1, 2]], SamplingParams(max_tokens=400)
     )[0]

@@ -21,7 +21,7 @@ from engine.model.loader import LoadedModel, load_model
 from engine.model.moe import Router
 from engine.options import EngineOptions
 from engine.runner import Runner
-from engine.synthetic import PRESETS, ForcedStep, forced_counts, random_model
+from engine.synthetic import PRESETS, ForcedOps, forced_counts, random_model
 from engine.types import SamplingParams
 from tests.engine.drive import Answer, finish, greedy, request
 
@@ -41,7 +41,8 @@ def make(raw: dict[str, Any] = TINY, dtype: torch.dtype = torch.float32, **chang
 def make_engine(model: LoadedModel, accept_length: float | None = None, **options: Any) -> Engine:
     def adjust(runner: Runner) -> None:
         if accept_length is not None:
-            runner.step = ForcedStep.over(runner.step, accept_length)
+            k = runner.state.draft_probs.shape[1]
+            runner.step.ops = ForcedOps(runner.step.ops, runner.state, runner.pool, k, accept_length)
 
     defaults: dict[str, Any] = {
         "model": "random",

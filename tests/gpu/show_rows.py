@@ -84,8 +84,11 @@ def lines() -> Iterator[Line]:
         ("shipped", "shipped, bf16"),
         ("f2", "F2 shape, bf16"),
         ("shipped-fp32", "shipped, fp32"),
+        ("f2-fp32", "F2 shape, fp32"),
     ):
         bar = "no difference" if "fp32" in name else f"none of {MARGIN} nats or more"
+        if name == "f2":
+            bar = "no difference of on and off"
         yield Line(f"on = off = solo, {title}", bar, ("lossless", "suite"), _lossless(name))
     yield Line(
         "steady decode, 1 to 20 live", "0 eager", ("steady", "suite"), _property("steady", "test_steady")
@@ -107,6 +110,9 @@ def lines() -> Iterator[Line]:
     for name, limit in (("v2-lite", 1.0), ("shipped", 2.0)):
         bar = f"< {limit:g} % of the step"
         yield Line(f"guard and contract, {name}", bar, (f"overhead-{name}",), _overhead(limit))
+    for size in (1, 64):
+        title = f"V2-Lite, K = 3, batch {size}, all sampling parameters"
+        yield Line(title, "-", ("bench-sampled",), _step(3, size, variant="full"))
     injection = _module("test_injection")
     yield Line("injection by phase, kind and row", "0 failed", ("injection", "suite"), injection)
     yield Line(
@@ -121,6 +127,8 @@ def lines() -> Iterator[Line]:
 def _shipped_lines() -> Iterator[Line]:
     yield Line("shipped, K = 3, batch 1", "< 1.2 ms (aim 0.6)", ("bench-shipped",), _step(3, 1, 1.2, 0.6))
     yield Line("shipped, K = 0, batch 1", "-", ("bench-shipped",), _step(0, 1))
+    sampled = _step(3, 1, variant="full")
+    yield Line("shipped, K = 3, batch 1, all sampling parameters", "-", ("bench-shipped",), sampled)
     speedup = _speedup("K = 3", "transformers", 10)
     yield Line("shipped against Transformers, batch 1", ">= 10 x", ("transformers",), speedup)
     yield Line("shipped, K = 3 against K = 0", ">= 1.5 x", ("transformers",), _speedup("K = 3", "K = 0", 1.5))
@@ -211,9 +219,11 @@ def _bench(data: Any, k: int, size: int, variant: str = "greedy") -> Any:
     raise LookupError(f"K = {k}, batch {size}, {variant} was not measured")
 
 
-def _step(k: int, size: int, bar: float | None = None, aim: float | None = None) -> Callable[[Any], Measured]:
+def _step(
+    k: int, size: int, bar: float | None = None, aim: float | None = None, variant: str = "greedy"
+) -> Callable[[Any], Measured]:
     def find(data: Any) -> Measured:
-        row = _bench(data, k, size)
+        row = _bench(data, k, size, variant)
         step = row["step_ms"]
         text = f"{step:.3f} ms, floor {row['floor_ms']:.3f}, {row['tokens_per_second']:.0f} tokens/s"
         return Measured(text, None if bar is None else step < bar, None if aim is None else step < aim)

@@ -12,6 +12,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,12 @@ def _v2_lite(routing: str, *arguments: str) -> tuple[str, ...]:
     return _gpu("--preset", "v2-lite", "--routing", routing, *arguments)
 
 
+_PARALLEL = ("-n", "7", "--dist", "loadfile") if find_spec("xdist") else ()
+"""A module a process, where the plugin is at hand: some minutes become two."""
 _MTP = ("--speculative-tokens", "3", "--synthetic-accept-length", "3.0")
 _SHORT = ("--output-tokens", "96")
 _TESTS = [
-    Section("suite", _pytest("-m", "gpu", "tests/gpu"), 480, read_tests),
+    Section("suite", _pytest("-m", "gpu", "tests/gpu", *_PARALLEL), 480, read_tests),
     *(
         Section(name, _pytest("-m", "gpu", f"tests/gpu/test_{name}.py"), 300, read_tests, by_default=False)
         for name in ("lossless", "steady", "injection")
@@ -185,6 +188,13 @@ _BENCHES = [
                 _SHORT,
             ),
         )
+    ),
+    Section(
+        "bench-sampled",
+        _v2_lite("concentrated", *_MTP, "--batch-sizes", "1,64", "--variants", "full"),
+        240,
+        read_json,
+        _SHORT,
     ),
     Section(
         "bench-shipped",

@@ -12,7 +12,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
@@ -32,10 +32,11 @@ from engine.model.loader import LoadedModel
 from engine.model.report import CheckpointReport
 from engine.model.rope import RotaryTable
 from engine.runner import Runner
-from engine.sampler import GREEDY
+from engine.sampler import FULL, GREEDY, mask_words
 from engine.state import SlotState
 from engine.synthetic import PRESETS
 
+CHOSEN = (GREEDY, replace(GREEDY, sampled=True), replace(GREEDY, processed=True), FULL)
 SLOTS, CHUNK = 40, 600
 LONGEST = 2048
 SMALL = PRESETS["tiny"] | {"q_lora_rank": None, "n_group": 1, "topk_group": 1}
@@ -175,10 +176,20 @@ def serve(runner: Runner) -> Iterator[str]:
         yield f"a prefill of {tokens}"
     for rows in range(1, SLOTS + 1):
         for longest in (64, LONGEST):
-            runner.step.run(slots[:rows], (longest,) * rows, GREEDY)
-            if runner.draft is not None:
-                runner.step.begin(slots[:rows], (longest,) * rows, GREEDY, hidden[:rows])
+            for variant in CHOSEN:
+                runner.step.run(slots[:rows], (longest,) * rows, variant)
+                if runner.draft is not None:
+                    runner.step.begin(slots[:rows], (longest,) * rows, variant, hidden[:rows])
         yield f"a step of {rows}"
+    words = mask_words(runner.state.vocab_size)
+    for variant in CHOSEN:
+        for verify_drafts in (True, False):
+            width = runner._stride if verify_drafts else 1
+            allowed = torch.full((1, width, words), -1, dtype=torch.int32)
+            constrained = replace(variant, constrained=True)
+            runner.step.run(slots[:1], (64,), constrained, allowed, verify_drafts=verify_drafts)
+            runner.step.run(slots[:1], (64,), variant, verify_drafts=verify_drafts)
+            yield f"{variant} alone, of {width}"
 
 
 def report(config: ModelConfig, dtype: torch.dtype, k: int) -> Report:

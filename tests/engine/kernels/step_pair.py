@@ -1,4 +1,4 @@
-"""The fused operators of a greedy step beside the plain ones, each over its own copy of one state."""
+"""The fused operators of a step beside the plain ones, each over its own copy of one state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.guard import Flag
 from engine.kv.pool import LatentPool
-from engine.sampler import GREEDY
+from engine.sampler import GREEDY, Variant
 from engine.spec import Drafted, Rows, StepOps
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 from engine.step_ops import PlainOps
@@ -90,22 +90,29 @@ class Pair:
 
     @classmethod
     def of(cls, state: SlotState, k: int, device: torch.device, checks: bool = True) -> Pair:
-        from engine.kernels.step import GreedyOps  # only where Triton is
+        from engine.kernels.step import FusedOps  # only where Triton is
 
         fused_state, cpu = moved(state, device), torch.device("cpu")
-        fused = GreedyOps(fused_state, make_pool(device), k)
+        fused = FusedOps(fused_state, make_pool(device), k)
         plain = PlainOps(state, make_pool(cpu), k)
         fused.checks = plain.checks = checks
         return cls(fused_state, state, fused, plain, k, device)
 
     def load(
-        self, slots: list[int], *, check: int | None = None, max_len: int = TABLE_WIDTH * PAGE_SIZE
+        self,
+        slots: list[int],
+        *,
+        check: int | None = None,
+        max_len: int = TABLE_WIDTH * PAGE_SIZE,
+        variant: Variant = GREEDY,
+        width: int | None = None,
     ) -> tuple[Rows, Rows]:
+        width = self.k + 1 if width is None else width
         made = []
         for ops, device in ((self.fused, self.device), (self.plain, torch.device("cpu"))):
             word = None if check is None else torch.tensor([check], device=device)
             lens = (1,) * (len(slots) - 1) + (max_len,)
-            made.append(ops.load(torch.tensor(slots, device=device), word, lens, GREEDY, self.k + 1))
+            made.append(ops.load(torch.tensor(slots, device=device), word, lens, variant, width))
         same(made[0], made[1], "rows")
         return made[0], made[1]
 
@@ -113,7 +120,10 @@ class Pair:
         """Drafts from ``logits`` ``[B, V]`` each."""
         made = []
         for ops, own, device in ((self.fused, rows[0], self.device), (self.plain, rows[1], "cpu")):
-            steps = [ops.propose(own, one.to(device), own.seq_len + 1, None) for one in logits]
+            steps = [
+                ops.propose(own, one.to(device), own.seq_len + 1, None, number)
+                for number, one in enumerate(logits)
+            ]
             made.append(Drafted([one[0] for one in steps], None, [one[2] for one in steps]))
         same(made[0], made[1], "drafted")
         return made[0], made[1]

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.graph import VARIANTS
 from engine.guard import Flag, is_halted
-from engine.sampler import FULL, GREEDY
+from engine.sampler import GREEDY, Variant, mask_words
 from engine.spec import Drafted, slots_check
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 from tests.engine.drive import generate, greedy, make_engine
@@ -269,14 +270,6 @@ def test_without_checks_nothing_is_told(k: int, size: str, device: torch.device)
     assert packed[:, -1].tolist() == [int(Flag.TARGET_INF), 0, 0]
 
 
-def test_other_steps_are_refused(device: torch.device) -> None:
-    pair = Pair.of(make_state(3, 20, torch.Generator().manual_seed(5)), 3, device)
-    slots = torch.tensor([0], device=device)
-    for variant, width in ((FULL, 4), (GREEDY, 1)):
-        with pytest.raises(AssertionError):
-            pair.fused.load(slots, None, (8,), variant, width)
-
-
 @pytest.mark.parametrize("k", [0, 3])
 def test_an_engine_emits_the_same_tokens(k: int, f1: F1, tmp_path: Path, device: torch.device) -> None:
     prompts = [[5, 9], [3], [7, 8, 9, 10, 11]]
@@ -285,7 +278,7 @@ def test_an_engine_emits_the_same_tokens(k: int, f1: F1, tmp_path: Path, device:
         expected = generate(make_engine(path, **options | {"device": "cpu"}), prompts, greedy(6))
         engine = make_engine(path, **options)
         runner = engine._runner
-        runner.step._greedy_ops = step.GreedyOps(runner.state, runner.pool, k)
+        runner.step.ops = step.FusedOps(runner.state, runner.pool, k)
         found = generate(engine, prompts, greedy(6))
         assert [(one.token_ids, one.steps) for one in found] == [
             (one.token_ids, one.steps) for one in expected
@@ -303,23 +296,30 @@ def test_kernels_compile(capability: int) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "commit_kernel" in done.stdout and "_find_parts" in done.stdout
+    assert all(name in done.stdout for name in ("commit_kernel", "_find_parts", "accept_kernel"))
 
 
-def compile_steps(k: int, vocab: int, dtype: torch.dtype, checks: bool) -> None:
+def compile_steps(
+    k: int, vocab: int, dtype: torch.dtype, checks: bool, variants: tuple[Variant, ...] = VARIANTS
+) -> None:
     """Every kernel of a step, through the functions that launch them."""
     generator = torch.Generator().manual_seed(0)
     state = make_state(k, vocab, generator)
-    ops = step.GreedyOps(state, make_pool(torch.device("cpu")), k)
+    ops = step.FusedOps(state, make_pool(torch.device("cpu")), k)
     ops.checks = checks
-    rows = ops.load(torch.tensor([0, 1]), torch.tensor([0]) if checks else None, (9, 9), GREEDY, k + 1)
-    ops.place(rows, rows.seq_len, k + 1)
-    accepted = ops.accept(rows, torch.zeros(2, k + 1, vocab, dtype=dtype), None)
-    proposed = [ops.propose(rows, torch.zeros(2, vocab, dtype=dtype), rows.seq_len, None) for _ in range(k)]
-    drafted = Drafted([one[0] for one in proposed], None, [one[2] for one in proposed]) if k else None
-    ops.commit(rows, accepted, drafted)
-    if drafted is not None:
-        ops.begin(rows, drafted)
+    for variant in variants:
+        rows = ops.load(torch.tensor([0, 1]), torch.tensor([0]) if checks else None, (9, 9), variant, k + 1)
+        ops.place(rows, rows.seq_len, k + 1)
+        allowed = torch.zeros(2, k + 1, mask_words(vocab), dtype=torch.int32) if variant.constrained else None
+        accepted = ops.accept(rows, torch.zeros(2, k + 1, vocab, dtype=dtype), allowed)
+        proposed = [
+            ops.propose(rows, torch.zeros(2, vocab, dtype=dtype), rows.seq_len, accepted.history, number)
+            for number in range(k)
+        ]
+        drafted = Drafted([one[0] for one in proposed], None, [one[2] for one in proposed]) if k else None
+        ops.commit(rows, accepted, drafted)
+        if drafted is not None:
+            ops.begin(rows, drafted)
 
 
 if __name__ == "__main__":
@@ -329,4 +329,4 @@ if __name__ == "__main__":
     compile_steps(0, 77, torch.float32, True)
     compile_steps(3, 4096, torch.bfloat16, True)
     compile_steps(8, 102400, torch.bfloat16, True)
-    compile_steps(3, 4096, torch.float16, False)
+    compile_steps(3, 4096, torch.float16, False, (GREEDY,))
