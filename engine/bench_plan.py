@@ -19,7 +19,8 @@ VariantName = Literal["greedy", "full"]
 
 PAGE_SIZE = 64
 MOST_PREFILL_TOKENS = 8192
-"""Of one iteration. Large, so that the first rows have not decoded far when the last one is prefilled."""
+"""Of one iteration, shared evenly by the rows, so that equal prompts end within an iteration of each other. Large,
+so that few iterations pass before they decode."""
 
 
 class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +47,9 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least_output_tokens(self) -> int:
-        """Tokens that the first request of the largest batch emits at least, however few drafts are accepted."""
-        prefills = -(-max(self.batch_sizes) * self.prompt_tokens // MOST_PREFILL_TOKENS)
-        steps = max(0, prefills - 2) + 1 + SETTLE_STEPS + LEAST_STEPS
+        """Tokens that a request of any batch emits at least, however few drafts are accepted."""
+        # The first: equal prompts share the prefill evenly, so that all rows may begin to decode at once
+        steps = 1 + SETTLE_STEPS + LEAST_STEPS
         forced = self.accept_length is not None and max(self.depths) > 0
         return max(steps, int(steps * self.accept_length) - 1 if forced and self.accept_length else 0)
 

@@ -31,8 +31,9 @@ from engine.options import EngineOptions
 from engine.sampler import Variant
 from engine.types import EngineInfo, ForwardPath, ForwardReason, SamplingParams
 
-FORMAT: Final = 1
-"""Raise it with any change of ``Manifest``, also within its parts: every field has to be there to be read."""
+FORMAT: Final = 2
+"""Raise it with any change of ``Manifest``, also within its parts, and of the tensors of ``SlotState`` (names,
+types, shapes): every field, and every tensor that the step reads, has to be there to be read."""
 MANIFEST: Final = "bundle.json"
 TENSORS: Final = "tensors.safetensors"
 """The files of a bundle."""
@@ -52,6 +53,8 @@ class StepPath(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     """Rows of the forward, padding rows included; 1 where it ran eager."""
     variant: Variant
+    verify_drafts: bool
+    """False: of a stride above 1 it verified its next token alone, as each step of an isolated request does."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

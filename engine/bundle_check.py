@@ -163,7 +163,7 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
     # Both are counted from the request's prompt, in int64
     _within("params.max_tokens", params.max_tokens, 0, _INT32_MAX)
     _within("params.min_tokens", params.min_tokens, 0, _INT32_MAX)
-    _within("params.top_k", params.top_k, 0, vocab_size)
+    _within("params.top_k", params.top_k, 0, _INT32_MAX)
     _require(params.temperature >= 0, f"params.temperature={params.temperature}: must not be negative")
     _require(0 < params.top_p <= 1, f"params.top_p={params.top_p}: must be above 0 and at most 1")
     _require(0 <= params.min_p <= 1, f"params.min_p={params.min_p}: must be from 0 to 1")
@@ -184,6 +184,10 @@ def _check_step(manifest: Manifest) -> None:
     _require(
         (step.phase, step.path, step.reason) in _WAYS,
         f"step: phase {step.phase!r} with path {step.path!r} and reason {step.reason!r}",
+    )
+    _require(
+        step.verify_drafts or ((step.phase, step.path) == ("step", "eager") and manifest.stride > 1),
+        "step.verify_drafts is false, which only an eager step with drafts to leave out can be",
     )
     needed = choose_variant([manifest.params])
     for name in ("sampled", "truncated", "processed"):

@@ -176,14 +176,31 @@ class TripBundles:
 
 def _step_path(result: RowResult | PrefillResult, graph: GraphKey | None) -> StepPath:
     if graph is not None:
-        return StepPath(phase="step", path="replay", reason="none", rows=graph.rows, variant=graph.variant)
-    variant = choose_variant([result.sequence.request.params])
+        return StepPath(
+            phase="step",
+            path="replay",
+            reason="none",
+            rows=graph.rows,
+            variant=graph.variant,
+            verify_drafts=True,
+        )
+    sequence = result.sequence
+    variant = choose_variant([sequence.request.params])
     if isinstance(result, PrefillResult) or result.flags & (Flag.PREFILL_NAN | Flag.PREFILL_INF):
-        return StepPath(phase="prefill", path="eager", reason="prefill", rows=1, variant=variant)
+        return StepPath(
+            phase="prefill", path="eager", reason="prefill", rows=1, variant=variant, verify_drafts=True
+        )
     # A row's result is the same in each variant that serves it, so the least will do for the batch's
-    if result.sequence.constraint is not None:
+    if sequence.constraint is not None:
         variant = dataclasses.replace(variant, constrained=True)
-    return StepPath(phase="step", path="eager", reason=None, rows=1, variant=variant)
+    return StepPath(
+        phase="step",
+        path="eager",
+        reason=None,
+        rows=1,
+        variant=variant,
+        verify_drafts=not sequence.isolated or sequence.stride == 1,
+    )
 
 
 def _state_rows(state: SlotState, slot: int, variant: Variant, params: SamplingParams) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ ids, query offsets where a kernel reads them) are checked inside the step; their
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from bisect import bisect_left
@@ -48,6 +49,18 @@ def buckets(max_rows: int) -> list[int]:
 
 
 logger = logging.getLogger(__name__)
+
+
+def _memory_in_use() -> tuple[int, int]:
+    """Bytes of the device in use, whoever uses them, and bytes that this process's allocator holds.
+
+    The first knows what the driver takes for graphs, but also what other processes give back meanwhile. What the
+    allocator keeps without need is given back first, as a capture would do in between.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free, torch.cuda.memory_reserved()
 
 
 class _Captured(Protocol):
@@ -152,7 +165,7 @@ class StepGraphs:
             ConfigError: An operation cannot be captured.
         """
         on_gpu = self._mode == "cuda"
-        start, free = time.perf_counter(), torch.cuda.mem_get_info()[0] if on_gpu else 0
+        start, before = time.perf_counter(), _memory_in_use() if on_gpu else (0, 0)
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         phases: list[Phase] = ["step", "draft"] if self._stride > 1 else ["step"]
         wanted = [
@@ -167,7 +180,10 @@ class StepGraphs:
             self._capture(key)
         progress(Progress(stage="capturing", done=len(wanted), total=len(wanted)))
         self.capture_seconds = time.perf_counter() - start
-        self.memory_bytes = max(0, free - torch.cuda.mem_get_info()[0]) if on_gpu else 0
+        if on_gpu:
+            self.memory_bytes = max(
+                0, *(now - then for now, then in zip(_memory_in_use(), before, strict=True))
+            )
 
     def _capture(self, key: GraphKey) -> None:
         """Capture one graph, over padding rows."""

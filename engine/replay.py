@@ -1,8 +1,8 @@
 """Runs a bundled step again, eager and captured, from the same state.
 
 The request runs alone, in the first of as many rows as its step had; the others are padding rows. Both runs are the
-same call with the same bounds, so that nothing but the capture differs. A fault of a prefill, which is never
-captured, is looked for in a prefill of the known tokens.
+same call with the same bounds, so that nothing but the capture differs. What is never captured runs eager only: a
+fault of a prefill is looked for in a prefill of the known tokens, and a step of the next token alone is just that.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ class _Replayer:
             tolerance=TOLERANCE[dtype],
             rows=manifest.step.rows,
             stride=manifest.stride,
+            verify_drafts=manifest.step.verify_drafts,
             bundle_flags=flag_names(manifest.flags),
             bundle_cause=manifest.cause,
             kv="stored" if manifest.complete else "recomputed",
@@ -199,7 +200,10 @@ class _Replayer:
         if not manifest.complete:
             self._take_recomputed_pages()
         eager = self._run_eager()
-        return prefilled, eager, None if mode == "off" else self._run_captured(mode)
+        # Graphs verify all of W, so a step of the next token alone has no replay to be compared with
+        if mode == "off" or not manifest.step.verify_drafts:
+            return prefilled, eager, None
+        return prefilled, eager, self._run_captured(mode)
 
     def _install(self) -> None:
         """Put the state in place that the step started from."""
@@ -237,16 +241,19 @@ class _Replayer:
 
     def _step(self, slots: Tensor, recorder: Recorder) -> Callable[[], Outputs]:
         """The step over ``slots``, returning what was recorded behind its packed results."""
-        rows, variant, stride = len(slots), self._manifest.step.variant, self._manifest.stride
+        rows, step = len(slots), self._manifest.step
+        width = self._manifest.stride if step.verify_drafts else 1
         max_lens = (self._state.block_table.shape[1] * self._pool.page_size,) * rows
         allowed = None
-        if variant.constrained:  # the mask is not in the bundle: it only changes what is chosen
+        if step.variant.constrained:  # the mask is not in the bundle: it only changes what is chosen
             words = mask_words(self._state.vocab_size)
-            allowed = torch.full((rows, stride, words), -1, dtype=torch.int32, device=self._device)
+            allowed = torch.full((rows, width, words), -1, dtype=torch.int32, device=self._device)
 
         def run() -> Outputs:
             recorder.clear()
-            out = self._runner.step.run(slots, max_lens, variant, allowed)
+            out = self._runner.step.run(
+                slots, max_lens, step.variant, allowed, verify_drafts=step.verify_drafts
+            )
             return out.packed, *recorder.tensors().values()
 
         return run

@@ -23,7 +23,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     part: str
     eager_finite: bool
     replay_finite: bool | None
-    """``None`` where nothing was captured: with graphs off, and in a prefill."""
+    """``None`` where nothing was captured: with graphs off, in a prefill, and in a step of the next token alone."""
     max_difference: float | None
     """Largest absolute difference of the two where both are finite; ``None`` where none is."""
     parts: bool
@@ -60,6 +60,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float
     rows: int
     stride: int
+    verify_drafts: bool
+    """False: the step verified its next token alone and was run so again, eager: no graph is captured of that."""
     bundle_flags: list[str]
     bundle_cause: str | None
     kv: Literal["stored", "recomputed"]
@@ -74,6 +76,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     eager: Run | None
     """``None`` after a fault of a prefill, which no step follows."""
     replay: Run | None
+    """``None`` where nothing was captured."""
     first_parting: Finding | None
     reproduced: bool
     """A flag for which the bundle was written was raised again, in one of the runs."""

@@ -273,11 +273,14 @@ class Scheduler:
     def _should_wait(self, sequence: Sequence) -> bool:
         """Whether a running sequence computes the next block that this one lacks, and is done sooner than it.
 
-        So ``n`` choices of one prompt prefill it once, and nobody waits for a prefill longer than its own.
+        So ``n`` choices of one prompt prefill it once, and nobody waits for a prefill longer than its own, nor for
+        one that is held: it publishes by its first result, and its turn may be far off.
         """
         left = len(sequence.tokens) - 1 - len(sequence.matched) * self.config.page_size
         return any(
-            other.left_to_prefill <= left and self._kv.is_computing_next_block(other, sequence)
+            not other.held
+            and other.left_to_prefill <= left
+            and self._kv.is_computing_next_block(other, sequence)
             for other in self._running
         )
 

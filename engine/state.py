@@ -91,7 +91,7 @@ class SlotState:
         self.core[slot, NEXT_TOKEN].fill_(tokens[-1])
         self.block_table[slot].zero_()
         self.keys[slot].fill_(seed_key(seed))
-        self.top_k[slot].fill_(params.top_k or self.vocab_size)
+        self.top_k[slot].fill_(min(params.top_k or self.vocab_size, self.vocab_size))
         self.min_position[slot].fill_(num_prompt + params.min_tokens)
         floats = [
             params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,

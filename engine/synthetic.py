@@ -311,7 +311,8 @@ class ForcedOps:
         offsets = uniform_layout(1, stride, logits.device).offsets
         if rows.variant.sampled:
             own = offsets <= accepted.count[:, None]  # [B, W]
-            emitted = torch.where(own, emitted, rows.tokens)
+            drafts = torch.cat([rows.tokens[:, 1:], rows.tokens[:, -1:]], dim=1)  # the last place has none
+            emitted = torch.where(own, emitted, drafts)
         if history is not None:
             history = emitted.masked_fill(offsets > count[:, None], -1)
         return replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
@@ -34,6 +35,21 @@ _ENVIRONMENT = (
 )
 
 
+def names_own_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let the engine's errors name options of ``command``, and as fields those values that it has no option for."""
+    options = inspect.signature(command).parameters.keys()
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except EngineError as error:
+            error.args = (name_options(str(error), options=options),)
+            raise
+
+    return run
+
+
 def with_settings(*groups: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options of ``groups`` (all if none); it receives them as ``settings``."""
 
@@ -58,7 +74,7 @@ def with_settings(*groups: str) -> Callable[[Callable[..., None]], Callable[...,
         run.__signature__ = inspect.Signature([*own, *_parameters(groups)])  # type: ignore[attr-defined]
         run.__doc__ = f"{command.__doc__}\n\n{_ENVIRONMENT}"
         run.__name__ = command.__name__
-        return run
+        return names_own_options(run)
 
     return decorate
 
@@ -170,6 +186,7 @@ def check(
 
 
 @app.command()
+@names_own_options
 def replay(
     bundle: Annotated[Path, typer.Argument(help="Bundle that --nan-bundle-dir made.")],
     model: Annotated[
@@ -217,6 +234,7 @@ def bench(
 
 
 @bench_app.command("gpu")
+@names_own_options
 def bench_gpu(
     preset: Annotated[
         str | None,
@@ -279,7 +297,7 @@ def main() -> None:
         app()
     except EngineError as error:
         Console(stderr=True).print(
-            f"eyas: {name_options(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True
+            f"eyas: {error}", style="red", markup=False, highlight=False, soft_wrap=True
         )
         sys.exit(EXIT_REFUSED)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +19,6 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from engine.errors import ConfigError
 from engine.logs import LogFormat, LogLevel
 from engine.options import AttentionBackend, Device, Dtype, EngineOptions, Graphs, Schedule
-from service.targets import make_writable_directory
 
 ENV_PREFIX = "EYAS_"
 SHIPPED_MODEL = Path(__file__).resolve().parent.parent / "models" / "eyas-14m"
@@ -235,11 +234,9 @@ def load_settings(given: Mapping[str, Any] | None = None) -> Settings:
     Args:
         given: Values by field name; what is absent comes from the environment.
 
-    The directory for bundles is made, if one is named.
-
     Raises:
         ConfigError: A malformed or impossible value, a variable that no option has, a model or tokenizer that
-            is not there, a directory that cannot be written to; the message names the option or variable.
+            is not there; the message names the option or variable.
     """
     given = dict(given or {})
     _refuse_unknown_variables(os.environ)
@@ -267,14 +264,19 @@ def _source_name(field: str, given: Mapping[str, Any]) -> str:
     return option_name(field) if field in given else ENV_PREFIX + field.upper()
 
 
-def name_options(message: str, given: Mapping[str, Any] | None = None) -> str:
+def name_options(
+    message: str, given: Mapping[str, Any] | None = None, options: Collection[str] | None = None
+) -> str:
     """An engine's message, which says ``max_num_seqs=0``, in the words of who set it: ``--max-num-seqs=0``.
 
     Args:
         given: Fields that came from the command line; others are named by their variable. ``None``: all did.
+        options: Fields that are options of the command; others stay as the engine names them. ``None``: all are.
     """
 
     def name(match: re.Match[str]) -> str:
+        if options is not None and match[1] not in options:
+            return match[1]
         return option_name(match[1]) if given is None else _source_name(match[1], given)
 
     return _ENGINE_OPTION.sub(name, message)
@@ -317,7 +319,6 @@ def _check_directories(settings: Settings) -> None:
         raise ConfigError(
             f"{directory} has no tokenizer.json: name a directory that has one with --tokenizer DIR"
         )
-    make_writable_directory("--nan-bundle-dir", settings.nan_bundle_dir)
 
 
 def _check_tls(settings: Settings) -> None:

@@ -31,17 +31,23 @@ def refuse_unwritable_file(option: str, file: Path | None) -> None:
             if not os.access(file, os.W_OK):
                 raise ConfigError(f"{option} {file}: cannot be written to")
             return
-        existed = file.exists()
-        with file.open("ab"):
+        if file.exists():
+            with file.open("ab"):
+                pass
+            return
+        # Where a link leads to no file, that file is what would be written, and the link stays
+        target = Path(os.path.realpath(file))
+        with target.open("xb"):
             pass
-        if not existed:
-            file.unlink()
+        target.unlink()
     except OSError as error:
         raise ConfigError(f"{option} {file}: cannot be written to: {error.strerror}") from None
 
 
 def make_writable_directory(option: str, directory: Path | None) -> None:
-    """Make ``directory``, for its owner alone, and what is above it, where they are not there.
+    """Make ``directory``, and what is above it, where they are not there.
+
+    Only ``directory`` itself is made for its owner alone; what is above it gets the modes that the umask leaves.
 
     Args:
         option: That named it, for the message.

@@ -23,8 +23,9 @@ from engine.kernels.argmax import (
     token_of,
 )
 from engine.kernels.jit import await_previous, check_rows, jit, jit_function, jit_varying, power_of_two
-from engine.kernels.sample import FIGURES, accept_kernel, propose_kernel, tables_of, weigh_kernel
+from engine.kernels.sample import accept_kernel, propose_kernel
 from engine.kernels.slots import begin_kernel, commit_kernel, load_kernel, place_kernel
+from engine.kernels.weigh import FIGURES, tables_of, weigh_kernel
 from engine.kv.pool import LatentPool
 from engine.sampler import Variant
 from engine.spec import Accepted, Drafted, Places, Rows, furthest_start
@@ -44,8 +45,9 @@ _NEXT_TOKEN = tl.constexpr(NEXT_TOKEN)
 class FusedOps:
     """``StepOps`` on a GPU.
 
-    What a greedy row becomes is what ``PlainOps`` makes of it, to the bit; a sampled row's token is drawn by the
-    same uniforms from the same distribution, whose sums are rounded otherwise.
+    What a greedy row becomes is what ``PlainOps`` makes of it, to the bit (but that a GPU's compiler may round a
+    penalty once instead of twice); a sampled row's token is drawn by the same uniforms from the same distribution,
+    whose sums are rounded otherwise.
 
     Args:
         num_speculative_tokens: K.

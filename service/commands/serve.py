@@ -32,6 +32,7 @@ from service.lifecycle import Lifecycle
 from service.metrics import ServiceMetrics
 from service.settings import Settings, name_options, option_name
 from service.supervisor import SupervisedClient
+from service.targets import make_writable_directory
 from service.text import Tokenizer
 from service.tracing import Tracer
 from service.version import VERSION
@@ -148,7 +149,8 @@ def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
         The exit code: 0 after a signal, ``EXIT_ENGINE_DIED`` if the engine died or could not start.
 
     Raises:
-        ConfigError: The tokenizer, the certificate or the OpenTelemetry SDK cannot be used.
+        ConfigError: The tokenizer, the certificate, the OpenTelemetry SDK or the directory for bundles cannot be
+            used.
     """
     configure_logs(settings.log_level, settings.log_format)
     tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)
@@ -165,6 +167,9 @@ def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
         on_start=lambda: show_capturing(client),
         on_ready=lambda: show_resolved(settings, client.info),
     )
+    # Last, so that a start that something else refuses leaves no directory; the engine would look only once it has
+    # loaded the model
+    make_writable_directory("--nan-bundle-dir", settings.nan_bundle_dir)
     _allow_many_connections()
     server.run()
     return server.exit_code

@@ -92,7 +92,9 @@ class Live:
     def write(self, directory: Path, result: RowResult, variant: Variant = GREEDY, rows: int = 4) -> str:
         runner = self.parts.runner
         writer = BundleWriter(directory, self.options, self.parts.info)
-        step = StepPath(phase="step", path="replay", reason="none", rows=rows, variant=variant)
+        step = StepPath(
+            phase="step", path="replay", reason="none", rows=rows, variant=variant, verify_drafts=True
+        )
         return writer.write(result, step, runner.state, runner.pool, "replay")
 
     def bundle(self, directory: Path, result: RowResult, variant: Variant = GREEDY, rows: int = 4) -> Bundle:

@@ -6,7 +6,7 @@ import math
 import stat
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -19,14 +19,20 @@ from engine.bundle_writer import BundleWriter, TripBundles
 from engine.errors import ConfigError
 from engine.graph import Outputs, SimulatedGraph
 from engine.guard import HALTING, Flag
+from engine.ladder import MAX_RESCUES
 from engine.layout import uniform_layout
 from engine.replay import replay
 from engine.sampler import FULL, GREEDY, Variant
+from engine.sequence import RowResult
 from engine.types import GrammarSpec, SamplingParams
-from tests.engine.drive import greedy
+from tests.engine.drive import greedy, make_engine
+from tests.engine.faults import poison, serve, tokens_of
 from tests.engine.live import PAGES, SLOT, Live, before, place
 from tests.fixtures.checkpoints import F1, build_f1, build_f2
 from tests.fixtures.hf_layout import v3_config
+
+if TYPE_CHECKING:
+    from engine.grammar.walker import Constraint
 
 NAN_TOKEN = 30
 DRAFT_FLAGS = Flag.DRAFT_NAN | Flag.DRAFT_INF
@@ -342,10 +348,66 @@ def test_trips_are_bundled_as_they_ran_and_counted(f3: F1, tmp_path: Path, graph
     found = [read_bundle(path) for path in tmp_path.iterdir()]
     steps = {bundle.manifest.step.phase: bundle.manifest.step for bundle in found}
     path, reason = ("replay", "none") if graphs == "simulate" else ("eager", None)
-    assert steps["step"] == StepPath(phase="step", path=path, reason=reason, rows=1, variant=GREEDY)
+    assert steps["step"] == StepPath(
+        phase="step", path=path, reason=reason, rows=1, variant=GREEDY, verify_drafts=True
+    )
     assert steps["prefill"].path == "eager" and steps["prefill"].reason == "prefill"
     [step] = [bundle for bundle in found if bundle.manifest.step.phase == "step"]
     assert replay(step).reproduced
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_step_of_the_next_token_alone_is_run_as_such(f3: F1, tmp_path: Path, constrained: bool) -> None:
+    """Its slot holds a draft that would trip the model, and the step did not look at it."""
+    start = before(f3, NAN_TOKEN, 3)
+    live = Live.start(f3.path, [9, start], greedy(40))
+    sequence = live.sequence
+    sequence.constraint = cast("Constraint", object()) if constrained else None
+    result = RowResult(sequence, sequence.epoch, [0], 0, 0, flags=int(Flag.TARGET_NAN))
+    bundles = TripBundles(BundleWriter(tmp_path, live.options, live.parts.info), live.parts.runner)
+    reports = {}
+    for isolated in (False, True):
+        sequence.isolated = isolated
+        bundles.write(result, None)
+    for path in tmp_path.iterdir():
+        report = replay(read_bundle(path))
+        reports[report.verify_drafts] = report
+    with_drafts, alone = reports[True], reports[False]
+    assert with_drafts.reproduced and with_drafts.replay is not None and with_drafts.graphs == "simulate"
+    assert place(with_drafts.replay.first_non_finite) == ("verify", "embedding", 4)
+    assert not alone.reproduced and alone.replay is None and alone.graphs == "off"
+    assert alone.eager is not None and alone.eager.emitted == f3.walk(start, 1)
+    assert all(row.eager_finite for row in alone.places if row.phase in ("verify", "extend"))
+    assert alone.first_parting is None and all(row.replay_finite is None for row in alone.places)
+
+
+def test_the_step_that_ended_an_isolated_request_is_found_again(
+    f3: F1, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's own bundles: of steps with drafts until it was isolated, of its next token alone then."""
+    engine = make_engine(f3.path, nan_bundle_dir=str(tmp_path), graphs="off")
+    # The drafts trip on the way to the poisoned token, which no rung can stand
+    poison(engine, monkeypatch, lambda hidden, _: hidden.shape[0] > 1, math.nan, 0)
+    deltas, counts = serve(engine, ("a", [5, before(f3, NAN_TOKEN, 9)], greedy(40)))
+    assert tokens_of(deltas, "a")[-1] == NAN_TOKEN
+    assert counts["nan_guard_actions", ("isolated", "draft_token")] == 1
+    found = [read_bundle(path) for path in tmp_path.iterdir()]
+    found.sort(key=lambda bundle: bundle.manifest.position)
+    assert [bundle.manifest.step.verify_drafts for bundle in found] == [True] * MAX_RESCUES + [False]
+    report = replay(found[-1])
+    assert report.reproduced and not report.verify_drafts and report.eager is not None
+    assert place(report.eager.first_non_finite) == ("verify", "embedding", 10)
+    assert {row.phase for row in report.places} == {"verify", "extend", "draft 1", "draft 2", "draft 3"}
+
+
+def test_without_speculation_an_isolated_step_has_a_replay_to_compare_with(f3: F1, tmp_path: Path) -> None:
+    live = Live.start(f3.path, [4, NAN_TOKEN], greedy(9), num_speculative_tokens=0)
+    live.sequence.isolated = True
+    bundles = TripBundles(BundleWriter(tmp_path, live.options, live.parts.info), live.parts.runner)
+    bundles.write(live.run_until(HALTING), None)
+    [path] = tmp_path.iterdir()
+    report = replay(read_bundle(path))
+    assert report.verify_drafts and report.reproduced and report.replay is not None
 
 
 def test_another_checkpoint_is_refused_unless_forced(f1: F1, f3: F1, f2: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.bundle import MANIFEST, TENSORS, BundleError, read_bundle
+from engine.bundle import FORMAT, MANIFEST, TENSORS, BundleError, read_bundle
 from engine.guard import HALTING
 from engine.replay import replay
 from engine.sampler import FULL, GREEDY, Variant
@@ -127,9 +127,9 @@ IN_MANIFEST: list[tuple[str, Damage, str]] = [
     ("deep", text("[" * 100_000), "deep"),
     ("long number", text('{"format": ' + "1" * 10_000 + "}"), ""),
     ("not UTF-8", lambda path: void((path / MANIFEST).write_bytes(b'{"format": "\xff"}')), "UTF-8"),
-    ("format", put(format=2), "format 2 is not 1"),
-    ("no format", drop("format"), "format null is not 1"),
-    ("float format", put(format=1.0), "format"),
+    ("format", put(format=1), "format 1 is not 2"),
+    ("no format", drop("format"), "format null is not 2"),
+    ("float format", put(format=2.0), "format"),
     ("wrong kind", put(slot="a"), "slot"),
     ("wrong kind within", put(info__page_size=None), "info.page_size"),
     ("missing", drop("stride"), "stride"),
@@ -154,6 +154,20 @@ IN_MANIFEST: list[tuple[str, Damage, str]] = [
     ("phase", put(step__phase="prefill"), "step"),
     ("path", put(step__path="eager", step__rows=1), "step"),
     ("variant", put(params__temperature=1.0), "step.variant.sampled"),
+    ("a replay without drafts", put(step__verify_drafts=False), "step.verify_drafts"),
+    ("no drafts or not", drop("step", "verify_drafts"), "verify_drafts"),
+    (
+        "a prefill without drafts",
+        put(step__phase="prefill", step__path="eager", step__reason="prefill", step__rows=1,
+            step__verify_drafts=False),
+        "step.verify_drafts",
+    ),
+    (
+        "no drafts to leave out",
+        put(step__path="eager", step__reason=None, step__rows=1, step__verify_drafts=False,
+            info__num_speculative_tokens=0, options__num_speculative_tokens=0, stride=1),
+        "step.verify_drafts",
+    ),
     ("stride", put(stride=9), "stride=9"),
     ("depth", put(info__num_speculative_tokens=2, stride=3), "info.num_speculative_tokens=2"),
     ("slots", put(info__max_num_seqs=10**9), "info.max_num_seqs=1000000000"),
@@ -192,6 +206,7 @@ IN_TENSORS: list[tuple[str, Damage, str]] = [
     ("cut", cut(TENSORS, 0.9), "damaged or unreadable"),
     ("no core", change("core", lambda _: None), "holds no core"),
     ("no keys", change("keys", lambda _: None), "holds no keys"),
+    ("no has_tables", change("has_tables", lambda _: None), "holds no has_tables"),
     ("no pages", change("pages", lambda _: None), "holds no pages"),
     ("unread", change("draft_probs", lambda _: torch.zeros(1, 3, 64)), "draft_probs"),
     ("unknown", change("weights", lambda _: torch.zeros(1)), "weights"),
@@ -309,6 +324,26 @@ def test_no_value_of_a_tensor_makes_a_replay_fail(any_bundle: Path, tmp_path: Pa
                     assert name in str(error) or "page_ids" in str(error)
                     continue
                 replay(bundle, graphs="off")
+
+
+def test_state_of_this_format(f3: F1) -> None:
+    """Whoever changes this list raises ``FORMAT``: bundles of before lack the new ones, or hold more."""
+    live = Live.start(f3.path, [4], greedy(4))
+    found = {name: (tensor.dtype, tensor.ndim) for name, tensor in live.parts.runner.state.tensors()}
+    assert FORMAT == 2 and found == {
+        "core": (torch.int64, 2),
+        "draft_probs": (torch.float32, 3),
+        "block_table": (torch.int32, 2),
+        "keys": (torch.int64, 1),
+        "top_k": (torch.int64, 1),
+        "min_position": (torch.int64, 1),
+        "floats": (torch.float32, 2),
+        "logit_bias": (torch.float32, 2),
+        "stop_mask": (torch.bool, 2),
+        "output_counts": (torch.int32, 2),
+        "prompt_seen": (torch.bool, 2),
+        "has_tables": (torch.bool, 1),
+    }
 
 
 def test_a_state_that_is_not_the_hosts_is_told(whole: Path, tmp_path: Path) -> None:

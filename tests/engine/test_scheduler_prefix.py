@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from engine.ladder import Suspicion
 from engine.types import StepStats
 from tests.engine.fake_device import VOCAB, Harness, make_config, make_request, next_token
 
@@ -211,6 +212,31 @@ def test_nobody_waits_for_a_block_that_was_withdrawn() -> None:
     harness.drain()
     harness.assert_exact()
     harness.assert_idle()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nobody_waits_for_a_block_of_one_that_is_held(overlap: bool) -> None:
+    """It has been prefilled anew after a fault, and publishes in its turn, which may be far off."""
+    harness = Harness(make_config(page_size=4, num_pages=200, max_num_seqs=3), overlap=overlap)
+    prompt = random_tokens(13, seed=15)
+    harness.add(make_request("suspect", prompt, 30))
+    harness.iterate()
+    (suspect,) = harness.scheduler._running
+    harness.scheduler.rebuild(suspect, Suspicion(None, None, contract=False, rungs=(False,)))
+    suspect.held = True
+    harness.iterate()
+    assert suspect.slot is not None and not suspect.left_to_prefill and not suspect.blocks
+    for name in ("same", "longer"):
+        harness.add(make_request(name, [*prompt, 1] if name == "longer" else prompt, 30))
+    # The second waits for the first of the two, and neither for the suspect
+    assert [sequence.request.request_id for sequence in harness.iterate().bind] == ["same"]
+    bound = [sequence.request.request_id for _ in range(3) for sequence in harness.iterate().bind]
+    assert bound == ["longer"] and suspect.held and not suspect.blocks
+    suspect.held = False
+    harness.drain()
+    harness.assert_exact()
+    harness.assert_idle()
+    assert harness.deltas["longer"][0].num_cached_tokens == 12
 
 
 def test_equal_hashes_never_share_a_page() -> None:

@@ -230,6 +230,20 @@ def test_forced_tokens_are_counted_for_penalties(temperature: float):
     assert len(set(emitted)) > 10
 
 
+def test_forced_tokens_of_sampled_rows_are_the_drafts():
+    """All of them but the one that the target drew instead."""
+    engine = make_engine(make(), 4.0, schedule="sync")
+    engine.add(request("a", prompt_of(20), SamplingParams(max_tokens=100, temperature=1.0)))
+    compared = 0
+    while compared < 10:
+        rows = engine._scheduler._running
+        drafts = engine._runner.read_drafts(rows)[0] if rows and rows[0].may_step else []
+        for delta in engine.iterate().deltas:
+            if len(delta.token_ids) == 4 and drafts:
+                assert sum(t != d for t, d in zip(delta.token_ids, drafts, strict=False)) <= 1
+                compared += 1
+
+
 # --- floor --------------------------------------------------------------------------------------------------
 
 

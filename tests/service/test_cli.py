@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from engine.errors import EngineError
+from engine.errors import ConfigError, EngineError
 from service.cli import app, main
 from service.commands.generate import Sampling, generate
 from service.settings import Settings, load_settings, option_name
@@ -95,6 +95,32 @@ def test_main_turns_refusals_into_a_message_and_code_2(
     assert message.startswith("eyas: --model some-one/some-model does not exist")
     assert "hf download some-one/some-model" in message
     assert "Traceback" not in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "target", "named"),
+    [
+        (["bench", "gpu"], "bench_gpu.bench_gpu", "num_speculative_tokens=9: --device='x', max_model_len=1"),
+        (["replay", "b"], "replay.replay", "num_speculative_tokens=9: --device='x', max_model_len=1"),
+        (["bench"], "bench.bench", "--num-speculative-tokens=9: --device='x', --max-model-len=1"),
+        (["serve"], "serve.serve", "--num-speculative-tokens=9: --device='x', --max-model-len=1"),
+    ],
+)
+def test_messages_of_the_engine_name_options_that_the_command_has(
+    arguments: list[str],
+    target: str,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def refuse(*_: object) -> None:
+        raise ConfigError("num_speculative_tokens=9: device='x', max_model_len=1")
+
+    monkeypatch.setattr(f"service.commands.{target}", refuse)
+    monkeypatch.setattr(sys, "argv", ["eyas", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (2, f"eyas: {named}\n")
 
 
 def prompt_of(*ids: int) -> str:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import ssl
+import stat
 import subprocess
 import sys
 import threading
@@ -275,3 +276,23 @@ def test_tls(start: Callable[..., Server], tmp_path: Path):
 def test_a_damaged_certificate_is_refused_by_option(model: Path):
     with pytest.raises(ConfigError, match="--ssl-certfile"):
         serve(load_settings({"model": model, "ssl_certfile": model / "tokenizer.json"}), FACTORY)
+
+
+def test_a_start_that_is_refused_leaves_no_directory_of_bundles(model: Path, tmp_path: Path):
+    given = {"model": model, "nan_bundle_dir": tmp_path / "bundles"}
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        serve(load_settings(given | {"ssl_certfile": model / "tokenizer.json"}), FACTORY)
+    assert not (tmp_path / "bundles").exists()
+
+
+def test_the_directory_of_bundles_is_made_before_the_engine_starts_or_refused(
+    start: Callable[..., Server], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    start(nan_bundle_dir=str(tmp_path / "a" / "bundles"))
+    assert stat.S_IMODE((tmp_path / "a" / "bundles").stat().st_mode) == 0o700
+    assert list((tmp_path / "a" / "bundles").iterdir()) == []
+    monkeypatch.setattr("service.commands.serve.Server.run", lambda _: pytest.fail("the engine starts"))
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "b", Path("/proc/bundles")):
+        with pytest.raises(ConfigError, match=f"^--nan-bundle-dir {path}: "):
+            serve(load_settings({"model": model, "nan_bundle_dir": path}), FACTORY)

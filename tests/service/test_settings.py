@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -187,13 +186,15 @@ def test_messages_of_the_engine_name_options_as_they_are_given(message: str, nam
     assert name_options(message) == named
 
 
-def test_the_directory_of_bundles_is_made_for_its_owner_or_refused(model: Path, tmp_path: Path):
-    wanted = tmp_path / "a" / "bundles"
+def test_options_that_the_command_lacks_stay_the_engines_fields():
+    message = "max_model_len=9: not with device='cuda'"
+    assert name_options(message, options={"device", "json"}) == "max_model_len=9: not with --device='cuda'"
+
+
+def test_loading_makes_no_directory(model: Path, tmp_path: Path):
+    wanted = tmp_path / "bundles"
     assert load_settings({"model": model, "nan_bundle_dir": wanted}).nan_bundle_dir == wanted
-    assert stat.S_IMODE(wanted.stat().st_mode) == 0o700 and list(wanted.iterdir()) == []
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "b", Path("/proc/bundles")):
-        assert f"--nan-bundle-dir {path}: " in refusal({"model": model, "nan_bundle_dir": path})
+    assert not wanted.exists()
 
 
 def test_a_hub_id_is_refused_with_the_download_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -27,6 +28,25 @@ def test_a_file_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "old.json").read_text() == "kept"
 
 
+def test_a_link_stays_whether_its_file_is_there_or_not(tmp_path: Path) -> None:
+    links = [tmp_path / "link.json", tmp_path / "second.json"]
+    links[0].symlink_to("target.json")
+    links[1].symlink_to("link.json")
+    for link in links:
+        refuse_unwritable_file("--json", link)
+        assert sorted(tmp_path.iterdir()) == links
+    (tmp_path / "target.json").write_text("kept")
+    refuse_unwritable_file("--json", links[1])
+    assert (tmp_path / "target.json").read_text() == "kept" and all(link.is_symlink() for link in links)
+    links[0].unlink()
+    links[0].symlink_to("absent/target.json")
+    (tmp_path / "loop").symlink_to("loop")
+    for link in (*links, tmp_path / "loop"):
+        with pytest.raises(ConfigError, match=f"^--json {link}: "):
+            refuse_unwritable_file("--json", link)
+        assert link.is_symlink()
+
+
 def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     refuse_unwritable_file("--json", tmp_path / "pipe")
@@ -45,6 +65,7 @@ def test_a_directory_is_made_or_refused(tmp_path: Path) -> None:
     make_writable_directory("--save-weights", tmp_path / "a" / "b")
     make_writable_directory("--save-weights", tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
     (tmp_path / "file").touch()
     for path in ("file", "file/b"):
         with pytest.raises(ConfigError, match=f"^--save-weights {tmp_path / path}: "):
