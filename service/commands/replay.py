@@ -79,7 +79,9 @@ def verdict(report: ReplayReport) -> list[str]:
     if report.replay is not None:
         lines.append(_parting_line(report))
     elif not report.verify_drafts:
-        lines.append("the step verified its next token alone: no graph is captured of that, so none is compared")
+        lines.append(
+            "the step verified its next token alone: no graph is captured of that, so none is compared"
+        )
     lines += _state_lines(report)
     lines.append("the trip was reproduced" if report.reproduced else "the trip was NOT reproduced")
     return lines
