@@ -128,7 +128,10 @@ def test_graphs_step_times_and_audits(page: Page):
         Count("audit_tokens", (), 1200),
         Count("audit_mismatches", ("2",), 2),
     ]
-    serve_instead(page, page_text(counts=counts, step_gpu_seconds=[0.0025], step_host_gap_seconds=[0.00004]))
+    serve_instead(
+        page,
+        page_text(counts=counts, step_gpu_seconds=[0.0025] * 5000, step_host_gap_seconds=[0.00004] * 5000),
+    )
     page.until("document.getElementById('audit').textContent.startsWith('Audit')")
     assert text(page, "audit") == (
         "Audit: 1,200 tokens of 3 requests scored again, 2 mismatches; 1 audits skipped, 0 failed."
