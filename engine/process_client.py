@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process
+from collections import deque
 
 import msgspec
 import zmq
@@ -28,6 +29,8 @@ EXIT_SECONDS = 5.0
 """How long a process may take to end after it was told to, or said that it would."""
 LAST_WORDS_SECONDS = 0.1
 """How long messages sent before an exit may still be on their way."""
+RESEND_SECONDS = 0.01
+"""How soon a message that found no peer is sent again."""
 MESSAGES_AT_ONCE = 64
 """Most messages read before other tasks of the event loop have their turn."""
 MAX_ENDPOINT_BYTES = 107
@@ -72,6 +75,7 @@ class ProcessEngineClient(BaseClient):
         self._spawning = asyncio.Lock()
         self._process: Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._unsent: deque[bytes] = deque()
         self._silence = 0.0
         self._directory = ""
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -177,9 +181,24 @@ class ProcessEngineClient(BaseClient):
 
     def _send(self, message: ToEngine) -> None:
         assert self._outbox is not None, "send before start()"
-        # No peer: the process has just ended, and its exit answers every request.
-        with contextlib.suppress(zmq.Again):
-            self._outbox.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self._unsent.append(self._encoder.encode(message))
+        if len(self._unsent) == 1:
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        """Send what waits, in order; again soon if there is no peer.
+
+        A process may have said that it is ready over one socket before the other is connected. Or it has just
+        ended: then its exit answers every request.
+        """
+        while self._unsent and self._outbox is not None and self._state != "dead":
+            try:
+                self._outbox.send(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:
+                asyncio.get_running_loop().call_later(RESEND_SECONDS, self._send_waiting)
+                return
+            self._unsent.popleft()
+        self._unsent.clear()
 
     def _read(self) -> None:
         """Take what has arrived: ZeroMQ signals its descriptor on *changes*, so until nothing is left."""

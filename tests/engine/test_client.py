@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import zmq
 
 from engine.client import EngineClient, InProcessEngineClient
 from engine.errors import EngineDeadError, RequestError
@@ -242,6 +243,45 @@ async def test_stuck_engine_is_ended(how: str):
                 async for _ in stream:
                     pass
         await until(lambda: not psutil.pid_exists(client.pid))
+
+
+class NotYetConnected:
+    """A socket that has no peer for its first sends."""
+
+    def __init__(self, socket: zmq.Socket[bytes], refusals: int) -> None:
+        self._socket, self.refusals = socket, refusals
+
+    def send(self, data: bytes, flags: int) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise zmq.Again
+        self._socket.send(data, flags)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+async def test_what_is_sent_before_the_engine_is_connected_arrives_in_order():
+    """It may be ready over one socket before the other is connected; nothing is lost then, nor its end."""
+    async with process_client() as client:
+        assert client._outbox is not None
+        client._outbox = NotYetConnected(client._outbox, refusals=5)  # type: ignore[assignment]
+        got = await asyncio.gather(*(read(client, request(f"r{n}", max_tokens=n)) for n in (2, 3)))
+        assert [tokens(deltas) for deltas in got] == [[0, 1], [0, 1, 2]]
+        client._outbox.refusals = 3  # type: ignore[attr-defined]
+        await client.stop()
+        assert client._process.returncode == 0
+
+
+async def test_what_a_dead_engine_was_to_be_sent_is_dropped():
+    async with process_client() as client:
+        assert client._outbox is not None
+        client._outbox = NotYetConnected(client._outbox, refusals=10**9)  # type: ignore[assignment]
+        stream = client.submit(request())
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError):
+            await anext(stream)
+        await until(lambda: not client._unsent)
 
 
 async def test_an_idle_engine_and_a_blocked_service_are_not_deaths():
