@@ -33,11 +33,6 @@ class Variant:
     constrained: bool = False
     """Some row has a grammar: the step reads a mask of allowed tokens. Only its verification does."""
 
-    @property
-    def any(self) -> bool:
-        """Whether some row is more than the best of its logits."""
-        return self.sampled or self.processed or self.constrained
-
 
 GREEDY: Final = Variant(sampled=False, truncated=False, processed=False)
 FULL: Final = Variant(sampled=True, truncated=True, processed=True)

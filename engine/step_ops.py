@@ -19,8 +19,8 @@ from engine.spec import Accepted, Drafted, Places, Rows, furthest_start
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 
 
-class PlainOps:
-    """``StepOps`` over the slots' state and the pool's geometry.
+class SlotOps:
+    """What both forms of ``StepOps`` stand on: the slots' state and the pool's geometry.
 
     Args:
         num_speculative_tokens: K.
@@ -35,6 +35,10 @@ class PlainOps:
         self._num_pages = pool.num_pages
         self._k = num_speculative_tokens
         self.checks = True
+
+
+class PlainOps(SlotOps):
+    """``StepOps`` in plain operators."""
 
     def load(
         self, slots: Tensor, check: Tensor | None, max_lens: tuple[int, ...], variant: Variant, width: int
@@ -157,6 +161,8 @@ class PlainOps:
         """See ``StepOps``."""
         logits = logits.float()
         found = self._classify(logits, Flag.DRAFT_NAN, Flag.DRAFT_INF)
+        if history is None and not rows.variant.sampled:
+            return logits.argmax(dim=-1), None, found
         position = first + 1 + number
         if history is not None:
             counts = self._counts(rows.slots, history)[:, None]

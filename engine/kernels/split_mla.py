@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.jit import await_previous, jit_varying, power_of_two, precision
+from engine.kernels.jit import await_previous, jit_varying, precision
 
 MAX_HEADS: Final = 16
 """Query heads of the one tile that a program multiplies its keys by."""
@@ -24,7 +24,7 @@ KEYS: Final = 64
 """Keys that are read at once."""
 _TOGETHER: Final = 16
 """Parts that are combined in one go."""
-_LOG2_E = 1.4426950408889634
+_LOG2_E: Final = 1.4426950408889634
 
 
 @jit_varying("table_stride")
@@ -51,9 +51,8 @@ def _attend_part(
     await_previous()
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = token // stride
-    length = tl.load(seq_lens + row) - (
-        stride - 1 - (token % stride).to(tl.int32)
-    )  # keys that the token sees
+    ahead = stride - 1 - (token % stride).to(tl.int32)
+    length = tl.load(seq_lens + row) - ahead  # keys that the token sees
     blocks = tl.cdiv(length, keys)
     each = tl.cdiv(blocks, splits)
     start, end = split * each, tl.minimum(split * each + each, blocks)
@@ -127,7 +126,8 @@ def _combine_parts(
 
 def num_splits(tokens: int) -> int:
     """Parts of the keys of each of ``tokens`` query tokens: a power of two."""
-    return min(MAX_SPLITS, power_of_two(max(1, PROGRAMS // tokens) + 1) // 2)
+    each = max(1, PROGRAMS // tokens)
+    return min(MAX_SPLITS, 1 << (each.bit_length() - 1))
 
 
 def split_mla(

@@ -26,10 +26,10 @@ from engine.kernels.jit import await_previous, check_rows, jit, jit_function, ji
 from engine.kernels.sample import accept_kernel, propose_kernel
 from engine.kernels.slots import begin_kernel, commit_kernel, load_kernel, place_kernel
 from engine.kernels.weigh import FIGURES, tables_of, weigh_kernel
-from engine.kv.pool import LatentPool
-from engine.sampler import Variant
+from engine.sampler import GREEDY, Variant
 from engine.spec import Accepted, Drafted, Places, Rows, furthest_start
-from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
+from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN
+from engine.step_ops import SlotOps
 
 CHUNK = 256
 """Slots, pages or tokens that a program looks at in one go."""
@@ -42,26 +42,13 @@ _NUM_DRAFTS = tl.constexpr(NUM_DRAFTS)
 _NEXT_TOKEN = tl.constexpr(NEXT_TOKEN)
 
 
-class FusedOps:
+class FusedOps(SlotOps):
     """``StepOps`` on a GPU.
 
     What a greedy row becomes is what ``PlainOps`` makes of it, to the bit (but that a GPU's compiler may round a
     penalty once instead of twice); a sampled row's token is drawn by the same uniforms from the same distribution,
     whose sums are rounded otherwise.
-
-    Args:
-        num_speculative_tokens: K.
-
-    Attributes:
-        checks: False leaves out the contract's checks and the guard's (``eyas bench gpu --overhead`` only).
     """
-
-    def __init__(self, state: SlotState, pool: LatentPool, num_speculative_tokens: int) -> None:
-        self._state = state
-        self._page_size = pool.page_size
-        self._num_pages = pool.num_pages
-        self._k = num_speculative_tokens
-        self.checks = True
 
     def load(
         self, slots: Tensor, check: Tensor | None, max_lens: tuple[int, ...], variant: Variant, width: int
@@ -101,7 +88,7 @@ class FusedOps:
         emitted = rows.slots.new_empty((count, width))
         accepted, seq_len, last, flags = rows.slots.new_empty((4, count)).unbind(0)
         result = Accepted(emitted, accepted, seq_len, last, flags, None)
-        if rows.variant.any:
+        if rows.variant != GREEDY:
             return self._accept_weighed(rows, logits, allowed, result)
         logits = logits.flatten(0, 1)
         source, parts, tile = self._findings(logits, width)
@@ -143,7 +130,7 @@ class FusedOps:
         count, vocab = logits.shape
         # One allocation each: they travel in tuples, where alignment must not depend on the number of rows
         token, flags = rows.slots.new_empty(count), rows.slots.new_empty(count)
-        if rows.variant.any:
+        if rows.variant != GREEDY:
             values, few = self._room(count)
             propose_kernel[(count,)](
                 logits.contiguous(), values, few, rows.slots, tables_of(self._state), self._state.draft_probs,
