@@ -12,13 +12,13 @@ import torch
 
 from engine.bench_floor import StepBytes, Touched, step_bytes
 from engine.bench_plan import BenchPlan, VariantName
+from engine.bench_prefill import FirstToken, compare_first_tokens
 from engine.bench_steady import Batch, measure, recorded_routing
 from engine.build import assemble
 from engine.config import ModelConfig
 from engine.engine import Engine
 from engine.model.loader import LoadedModel
 from engine.model.moe import Moe
-from engine.options import Graphs
 from engine.resolve import Resolved
 from engine.runner import Runner
 from engine.synthetic import ForcedOps
@@ -93,6 +93,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     read_bytes_per_second: float
     rows: list[BenchRow]
     overheads: list[Overhead]
+    first_tokens: list[FirstToken]
 
 
 def params_for(variant: VariantName, max_tokens: int) -> SamplingParams:
@@ -133,6 +134,7 @@ class GpuBench:
         """
         rows: list[BenchRow] = []
         overheads: list[Overhead] = []
+        first_tokens: list[FirstToken] = []
         for k in self._plan.depths:
             touched = {size: self._count_touched(k, size, routing) for size in self._plan.batch_sizes}
             engine = self._engine(k)
@@ -143,6 +145,8 @@ class GpuBench:
                     rows.append(self._row(engine, k, variant, size, touched[size]))
             if self._plan.overhead:
                 overheads += self._overheads(engine, k)
+            if self._plan.first_tokens:
+                first_tokens += self._first_tokens(engine, k)
             engine.close()
         return BenchReport(
             model=self._name,
@@ -156,12 +160,12 @@ class GpuBench:
             read_bytes_per_second=self._bandwidth,
             rows=rows,
             overheads=overheads,
+            first_tokens=first_tokens,
         )
 
-    def _engine(self, k: int, *, graphs: Graphs | None = None, checks: bool = True) -> Engine:
-        options = self._plan.options(self._name, k)
-        if graphs is not None:
-            options = msgspec.structs.replace(options, graphs=graphs)
+    def _engine(self, k: int, *, checks: bool = True, **changes: Any) -> Engine:
+        """An engine over the loaded weights; ``changes``: of the plan's options."""
+        options = msgspec.structs.replace(self._plan.options(self._name, k), **changes)
 
         def load(resolved: Resolved, max_positions: int) -> LoadedModel:
             assert max_positions <= self._plan.max_positions, "the model was loaded for shorter requests"
@@ -233,6 +237,14 @@ class GpuBench:
         if routing == "concentrated" and {*counts["verify"], *drafts} != {chosen}:
             raise RuntimeError(f"concentrated routing touches other than {chosen} experts: {touched}")
         return touched
+
+    def _first_tokens(self, eager: Engine, k: int) -> list[FirstToken]:
+        """With prefills captured, and without, in turn, over the same weights."""
+        captured = self._engine(k, max_graph_prefill_tokens=None)
+        self._report(f"K = {k}: first tokens")
+        found = compare_first_tokens(captured, eager, self._config.vocab_size, self._plan.first_tokens)
+        captured.close()
+        return found
 
     def _overheads(self, on: Engine, k: int) -> list[Overhead]:
         """Guard and contract on and off, in turn, over the same weights."""

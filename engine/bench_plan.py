@@ -38,6 +38,8 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     graphs: Graphs = "auto"
     attention_backend: AttentionBackend = "auto"
     overhead: bool = False
+    first_tokens: list[int] = []
+    """Lengths of prompts whose time to a first token is measured."""
     seed: int = 0
 
     @property
@@ -54,7 +56,10 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return max(steps, int(steps * self.accept_length) - 1 if forced and self.accept_length else 0)
 
     def options(self, name: str, k: int) -> EngineOptions:
-        """Options of an engine that holds the largest batch; ``name``: of the model, for the record."""
+        """Options of an engine that holds the largest batch; ``name``: of the model, for the record.
+
+        Prefills are part of no step that is measured, so they are captured only where first tokens are.
+        """
         rows = max(self.batch_sizes)
         return EngineOptions(
             model=name,
@@ -68,6 +73,7 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
             prefix_cache=False,
             attention_backend=self.attention_backend,
             graphs=self.graphs,
+            max_graph_prefill_tokens=0,
             seed=self.seed,
         )
 
@@ -95,6 +101,10 @@ def check_plan(plan: BenchPlan, name: str, config: ModelConfig) -> Resolved:
         raise ConfigError(
             f"--prompt-tokens {plan.prompt_tokens} and --output-tokens {plan.output_tokens}: the model has only "
             f"{config.max_position_embeddings} positions"
+        )
+    if max(plan.first_tokens, default=0) > plan.prompt_tokens:
+        raise ConfigError(
+            f"--first-token {max(plan.first_tokens)}: more than the {plan.prompt_tokens} of --prompt-tokens"
         )
     if plan.output_tokens <= plan.least_output_tokens:
         raise ConfigError(

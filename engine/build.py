@@ -19,6 +19,7 @@ from engine.model.loader import LoadedModel, load_model
 from engine.options import EngineOptions
 from engine.resolve import (
     CPU_POOL_BYTES,
+    GRAPH_PREFILL_TOKENS,
     Resolved,
     pages_in,
     pages_wanted,
@@ -198,6 +199,15 @@ class _Factory:
         """Tokens of the largest prefill."""
         return min(self._options.prefill_chunk_size, max_model_len)
 
+    def _max_uniform_tokens(self, max_model_len: int) -> int:
+        """Tokens of the largest prefill in the uniform form, which a CPU without graphs has no use for."""
+        if self._resolved.graphs == "off" and self._resolved.device.type == "cpu":
+            return 0
+        wanted = self._options.max_graph_prefill_tokens
+        if wanted is None:
+            wanted = 0 if self._backend.gathers else GRAPH_PREFILL_TOKENS
+        return min(wanted, self.warm_up_tokens(max_model_len))
+
     def runner(self, num_pages: int, max_model_len: int) -> Runner:
         resolved, config = self._resolved, self._config
         pool = LatentPool(
@@ -224,6 +234,7 @@ class _Factory:
             num_speculative_tokens=resolved.num_speculative_tokens,
             draft_reach=resolved.draft_reach,
             hidden_size=config.hidden_size,
+            max_uniform_tokens=self._max_uniform_tokens(max_model_len),
         )
         self._adjust(runner)
         return runner

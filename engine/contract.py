@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.sampler import Variant
 
-Phase = Literal["step", "draft"]
+Phase = Literal["step", "draft", "prefill"]
 
 
 class GraphKey(NamedTuple):
@@ -19,7 +19,10 @@ class GraphKey(NamedTuple):
 
     phase: Phase
     rows: int
+    """Of a prefill: tokens, each of which is a row."""
     variant: Variant
+    short: bool = False
+    """Its rows reach no further than ``AttentionBackend.short_length`` says."""
 
 
 FREE: Final = -1

@@ -1,7 +1,8 @@
 """Captured steps: one graph a bucket of rows, frozen at capture, replayed with nothing but new slot ids.
 
 All that a step reads is device state indexed by slot, so the inputs of a captured step are its slots, and for
-grammars a mask of allowed tokens. The draft phase behind a prefill is captured too, as ``draft``. What capture
+grammars a mask of allowed tokens. Prefills of few tokens are captured too, and the draft phase behind them, as
+``prefill`` and ``draft``. What capture
 freezes is written down in a ``GraphContract``; each replay compares the contract with the present **by value** and
 refuses on the first field that differs. Values that only the device knows (slots as they arrived, lengths, page
 ids, query offsets where a kernel reads them) are checked inside the step; their verdict rides in its flag word.
@@ -9,37 +10,33 @@ ids, query offsets where a kernel reads them) are checked inside the step; their
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from engine.attention import AttentionBackend
-from engine.contract import FREE, Binding, GraphContract, GraphKey, Phase, StepBuffers
+from engine.capture import Captured, CudaGraph, Outputs, SimulatedGraph, memory_in_use
+from engine.contract import Binding, GraphContract, GraphKey, Phase, StepBuffers
 from engine.errors import ConfigError
 from engine.kv.pool import LatentPool
 from engine.layout import uniform_layout
+from engine.prefill import COLUMNS, Prefill, Prefilled, Tokens, token_buckets
 from engine.sampler import FULL, GREEDY, Variant, mask_words
-from engine.spec import SpeculativeStep, StepOutput, slots_check
+from engine.spec import SpeculativeStep, StepOutput
 from engine.state import SlotState
+from engine.step_inputs import StepInputs
 from engine.types import ForwardReason, Progress
-
-Outputs = tuple[Tensor, ...]
 
 CONSTRAINED: Final = Variant(sampled=True, truncated=True, processed=True, constrained=True)
 VARIANTS: Final = (GREEDY, FULL, CONSTRAINED)
 DISABLE_AFTER: Final = 3
 """Contract violations, or faults found in replays, of one graph after which it is not replayed any more."""
-_STAGES: Final = 8
-"""Pinned copies of the inputs, so that none is overwritten before the device has read it: an iteration uses two
-(step and draft phase), and its draft phase is known to be done only when the step two iterations later is."""
 
 
 def buckets(max_rows: int) -> list[int]:
@@ -51,65 +48,14 @@ def buckets(max_rows: int) -> list[int]:
 logger = logging.getLogger(__name__)
 
 
-def _memory_in_use() -> tuple[int, int]:
-    """Bytes of the device in use, whoever uses them, and bytes that this process's allocator holds.
-
-    The first knows what the driver takes for graphs, but also what other processes give back meanwhile. What the
-    allocator keeps without need is given back first, as a capture would do in between.
-    """
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free, torch.cuda.memory_reserved()
-
-
-class _Captured(Protocol):
-    """A captured phase."""
-
-    def replay(self) -> Outputs: ...
-
-
-class CudaGraph:
-    """A CUDA graph and the tensors that it writes."""
-
-    def __init__(self, run: Callable[[], Outputs], pool: Any) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # loads kernels and libraries, which a capture cannot
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._out = run()
-
-    def replay(self) -> Outputs:
-        self._graph.replay()
-        return self._out
-
-
-class SimulatedGraph:
-    """A trace over the static buffers: host values, shapes and pointers are frozen as in a CUDA graph.
-
-    Tracing with fake tensors fails where the phase looks at a value, as a capture would.
-    """
-
-    def __init__(self, run: Callable[[], Outputs], slots: Tensor) -> None:
-        run()  # fills caches with real tensors
-        self._slots = slots
-        self._trace = make_fx(lambda _: run(), tracing_mode="fake", _allow_non_fake_inputs=True)(slots)
-
-    def replay(self) -> Outputs:
-        out: Outputs = self._trace(self._slots)
-        return out
-
-
 class StepGraphs:
-    """Captures and replays whole steps.
+    """Captures and replays whole steps, and prefills of few tokens.
 
     Args:
-        state, pool: What the step reads and writes in place.
+        state, pool: What they read and write in place.
         stride: W.
-        max_rows: Largest captured row count.
+        max_rows: Largest captured row count of a step.
+        max_tokens: Largest captured prefill; 0 for none.
         mode: ``cuda``, or ``simulate`` for a trace on any device.
         counts: Where events are counted, by metric name and label values.
     """
@@ -117,6 +63,7 @@ class StepGraphs:
     def __init__(
         self,
         step: SpeculativeStep,
+        prefill: Prefill,
         state: SlotState,
         pool: LatentPool,
         backend: AttentionBackend,
@@ -124,39 +71,49 @@ class StepGraphs:
         stride: int,
         hidden_size: int,
         max_rows: int,
+        max_tokens: int,
         mode: Literal["cuda", "simulate"],
         counts: Counter[tuple[str, tuple[str, ...]]],
     ) -> None:
         self._step = step
+        self._prefill = prefill
         self._stride = stride
         self._backend = backend
         self._num_pages = pool.num_pages
-        self._table_width = state.block_table.shape[1]
-        self._max_len = self._table_width * pool.page_size
+        self._max_len = state.block_table.shape[1] * pool.page_size
+        self._short = {rows: backend.short_length(rows, stride) for rows in buckets(max_rows)}
+        self._page_size = pool.page_size
         self._bound = [("pages", pool.pages), *state.tensors()]
         self._mode = mode
         self._counts = counts
         self._buckets = buckets(max_rows)
+        self._token_buckets = token_buckets(max_tokens)
         self._pool: Any = None
-        self._captured: dict[GraphKey, tuple[GraphContract, _Captured]] = {}
+        self._captured: dict[GraphKey, tuple[GraphContract, Captured]] = {}
         self._faults: Counter[GraphKey] = Counter()
         device = state.core.device
         words = mask_words(state.vocab_size)
-        self.buffers = StepBuffers(
+        buffers = StepBuffers(
             padding_slot=state.padding_slot,
             slots=torch.full((1 + max_rows,), state.padding_slot, dtype=torch.int64, device=device),
             allowed=torch.full((max_rows, stride, words), -1, dtype=torch.int32, device=device),
             hidden=torch.zeros((max_rows, hidden_size), dtype=pool.pages.dtype, device=device),
         )
+        self.prefill_inputs = torch.zeros((1 + max_tokens, COLUMNS), dtype=torch.int64, device=device)
+        """See ``Prefill.uniform``; a bucket binds the leading rows."""
         # A captured kernel knows a layout by its pointers: the layouts live as long as the graphs
-        self._layouts = {
-            rows: [uniform_layout(rows, one, device) for one in sorted({1, stride})] for rows in self._buckets
-        }
-        self._stages = [self._make_stage() for _ in range(_STAGES)]
-        self._turn = 0
+        sizes = [(rows, one) for rows in self._buckets for one in sorted({1, stride})]
+        sizes += [(tokens, 1) for tokens in self._token_buckets]
+        self._layouts = {size: uniform_layout(*size, device) for size in sizes}
+        self._inputs = StepInputs(buffers)
         self.capture_seconds = 0.0
         self.memory_bytes = 0
         """Device memory that capturing took (0 where it cannot be measured)."""
+
+    @property
+    def buffers(self) -> StepBuffers:
+        """The static inputs of steps and draft phases."""
+        return self._inputs.buffers
 
     def capture(self, variants: tuple[Variant, ...], progress: Callable[[Progress], None]) -> None:
         """Capture every bucket, the largest first, into one memory pool.
@@ -165,16 +122,9 @@ class StepGraphs:
             ConfigError: An operation cannot be captured.
         """
         on_gpu = self._mode == "cuda"
-        start, before = time.perf_counter(), _memory_in_use() if on_gpu else (0, 0)
+        start, before = time.perf_counter(), memory_in_use() if on_gpu else (0, 0)
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        phases: list[Phase] = ["step", "draft"] if self._stride > 1 else ["step"]
-        wanted = [
-            GraphKey(phase, rows, variant)
-            for rows in reversed(self._buckets)
-            for phase in phases
-            for variant in variants
-            if phase == "step" or not variant.constrained
-        ]
+        wanted = self._wanted(variants)
         for done, key in enumerate(wanted):
             progress(Progress(stage="capturing", done=done, total=len(wanted)))
             self._capture(key)
@@ -182,12 +132,27 @@ class StepGraphs:
         self.capture_seconds = time.perf_counter() - start
         if on_gpu:
             self.memory_bytes = max(
-                0, *(now - then for now, then in zip(_memory_in_use(), before, strict=True))
+                0, *(now - then for now, then in zip(memory_in_use(), before, strict=True))
             )
+
+    def _wanted(self, variants: tuple[Variant, ...]) -> list[GraphKey]:
+        phases: list[Phase] = ["step", "draft"] if self._stride > 1 else ["step"]
+        steps = [
+            GraphKey(phase, rows, variant, short)
+            for rows in reversed(self._buckets)
+            for phase in phases
+            for variant in variants
+            if phase == "step" or not variant.constrained
+            for short in ([False, True] if self._short_length(rows) else [False])
+        ]
+        return [GraphKey("prefill", tokens, GREEDY) for tokens in reversed(self._token_buckets)] + steps
 
     def _capture(self, key: GraphKey) -> None:
         """Capture one graph, over padding rows."""
-        self._copy_in(key.rows, [], None, None)
+        if key.phase == "prefill":
+            self._copy_in_tokens(Tokens.none(), key.rows)
+        else:
+            self._inputs.copy_in(key.rows, [], None, None)
         try:
             self._captured[key] = (self._contract(key), self._capture_one(key))
         except (RuntimeError, NotImplementedError) as error:
@@ -196,9 +161,11 @@ class StepGraphs:
                 "runs without"
             ) from error
 
-    def _capture_one(self, key: GraphKey) -> _Captured:
-        phase, rows, variant = key
-        buffers, max_lens = self.buffers, (self._max_len,) * rows
+    def _capture_one(self, key: GraphKey) -> Captured:
+        phase, rows, variant, _ = key
+        if phase == "prefill":
+            return self._capture_prefill(rows)
+        buffers, max_lens = self.buffers, (self._longest(key),) * rows
         check, slots, hidden = buffers.slots[:1], buffers.slots[1 : 1 + rows], buffers.hidden[:rows]
         allowed = buffers.allowed[:rows] if variant.constrained else None
 
@@ -209,7 +176,19 @@ class StepGraphs:
             out = self._step.run(slots, max_lens, variant, allowed, check)
             return out.packed, out.logits
 
-        return CudaGraph(run, self._pool) if self._mode == "cuda" else SimulatedGraph(run, slots)
+        return self._captured_as(run, slots)
+
+    def _capture_prefill(self, tokens: int) -> Captured:
+        inputs = self.prefill_inputs[: 1 + tokens]
+
+        def run() -> Outputs:
+            out = self._prefill.uniform(inputs)
+            return out.target_hidden, out.hidden, out.found, out.verdict
+
+        return self._captured_as(run, inputs)
+
+    def _captured_as(self, run: Callable[[], Outputs], given: Tensor) -> Captured:
+        return CudaGraph(run, self._pool) if self._mode == "cuda" else SimulatedGraph(run, given)
 
     @property
     def captured_rows(self) -> dict[str, list[int]]:
@@ -225,24 +204,38 @@ class StepGraphs:
         return dict(Counter(key.phase for key, faults in self._faults.items() if faults >= DISABLE_AFTER))
 
     def run(
-        self, slots: list[int], variant: Variant, allowed: Tensor | None
+        self, slots: list[int], longest: int, variant: Variant, allowed: Tensor | None
     ) -> tuple[StepOutput, GraphKey] | ForwardReason:
         """Replay the step of ``slots``; or why it cannot be replayed, and must run eager.
 
         Args:
+            longest: Positions that one of them can reach, at most.
             variant: Least variant that serves the rows.
             allowed: ``[len(slots), W, words]`` int32 on the host, for a constrained variant.
         """
-        out = self._replay("step", slots, variant, allowed, None)
+        key = self._key("step", len(slots), longest, variant)
+        out = self._replay(key, len(slots), lambda rows: self._inputs.copy_in(rows, slots, allowed, None))
         if isinstance(out, str):
             return out
-        tensors, key = out
-        return StepOutput(*(one[: len(slots)] for one in tensors)), key
+        assert key is not None
+        return StepOutput(*(one[: len(slots)] for one in out)), key
 
-    def begin(self, slots: list[int], variant: Variant, hidden: Tensor) -> ForwardReason | None:
+    def begin(self, slots: list[int], longest: int, variant: Variant, hidden: Tensor) -> ForwardReason | None:
         """Replay the draft phase behind a prefill; or why it must run eager. ``hidden``: ``[len(slots), H]``."""
-        out = self._replay("draft", slots, variant, None, hidden)
+        key = self._key("draft", len(slots), longest, variant)
+        out = self._replay(key, len(slots), lambda rows: self._inputs.copy_in(rows, slots, None, hidden))
         return out if isinstance(out, str) else None
+
+    def prefill(self, tokens: Tokens) -> tuple[Prefilled, GraphKey] | ForwardReason:
+        """Replay the uniform prefill of ``tokens``; or why it cannot be replayed."""
+        count = len(tokens.ids)
+        bucket = next((bucket for bucket in self._token_buckets if bucket >= count), None)
+        key = None if bucket is None else GraphKey("prefill", bucket, GREEDY)
+        out = self._replay(key, count, lambda rows: self._copy_in_tokens(tokens, rows))
+        if isinstance(out, str):
+            return out
+        assert key is not None
+        return Prefilled(*out), key
 
     def report(self, key: GraphKey, fields: list[str]) -> None:
         """A replay's own checks found these fields of its contract violated."""
@@ -271,14 +264,30 @@ class StepGraphs:
             logger.exception("the %s of %d rows is not replayed any more", key.phase, key.rows)
             self._faults[key] = DISABLE_AFTER
 
-    def _replay(
-        self, phase: Phase, slots: list[int], variant: Variant, allowed: Tensor | None, hidden: Tensor | None
-    ) -> tuple[Outputs, GraphKey] | ForwardReason:
-        place = bisect_left(self._buckets, len(slots))
+    def _key(self, phase: Phase, rows: int, longest: int, variant: Variant) -> GraphKey | None:
+        """The graph that serves ``rows`` of a step or draft phase; ``None`` if there is none so large."""
+        place = bisect_left(self._buckets, rows)
         if place == len(self._buckets):
+            return None
+        bucket = self._buckets[place]
+        short = longest <= (self._short_length(bucket) or 0)
+        return GraphKey(phase, bucket, self._wider(variant), short)
+
+    def _short_length(self, rows: int) -> int | None:
+        """To which length the short graphs of a bucket go; ``None`` where it has none."""
+        length = self._short[rows]
+        return length if length is not None and length < self._max_len else None
+
+    def _longest(self, key: GraphKey) -> int:
+        """Positions that a graph's rows can reach."""
+        return (self._short_length(key.rows) if key.short else None) or self._max_len
+
+    def _replay(
+        self, key: GraphKey | None, live: int, copy_in: Callable[[int], None]
+    ) -> Outputs | ForwardReason:
+        """Replay a graph for ``live`` of its rows, if its contract holds; ``copy_in`` writes that many rows."""
+        if key is None:
             return "above_bucket"
-        rows = self._buckets[place]
-        key = GraphKey(phase, rows, self._wider(variant))
         if self._faults[key] >= DISABLE_AFTER:
             return "disabled"
         contract, captured = self._captured[key]
@@ -287,11 +296,11 @@ class StepGraphs:
         if violated is not None:
             self.report(key, [violated])
             return "contract"
-        self._copy_in(rows, slots, allowed, hidden)
+        copy_in(key.rows)
         out = captured.replay()
-        self._counts["graph_replays", (phase, str(rows))] += 1
-        self._counts["graph_padding_rows", ()] += rows - len(slots)
-        return out, key
+        self._counts["graph_replays", (key.phase, str(key.rows))] += 1
+        self._counts["graph_padding_rows", ()] += key.rows - live
+        return out
 
     @staticmethod
     def _wider(variant: Variant) -> Variant:
@@ -302,15 +311,19 @@ class StepGraphs:
 
     def _contract(self, key: GraphKey) -> GraphContract:
         """What a replay of this graph would rely on, as it is now."""
-        inputs = [(name, tensor) for name, tensor, _ in self.buffers.inputs()]
-        offsets = [("cu_seqlens_q", layout.cu_seqlens_q) for layout in self._layouts[key.rows]]
+        if key.phase == "prefill":
+            stride, inputs = 1, [("prefill_inputs", self.prefill_inputs)]
+        else:
+            stride, inputs = self._stride, [(name, tensor) for name, tensor, _ in self.buffers.inputs()]
+        layouts = [self._layouts[key.rows, one] for one in sorted({1, stride})]
+        offsets = [("cu_seqlens_q", layout.cu_seqlens_q) for layout in layouts]
         bound = [*inputs, *self._bound, *(offsets if "cu_seqlens_q" in self._backend.reads else ())]
         return GraphContract(
             phase=key.phase,
             rows=key.rows,
-            stride=self._stride,
+            stride=stride,
             variant=key.variant,
-            table_width=self._table_width,
+            table_width=-(-self._longest(key) // self._page_size),
             num_pages=self._num_pages,
             padding_slot=self.buffers.padding_slot,
             backend=self._backend.name,
@@ -318,27 +331,6 @@ class StepGraphs:
             bindings=tuple(Binding(name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in bound),
         )
 
-    def _make_stage(self) -> StepBuffers:
-        """Host twins of the inputs, pinned where a device copies from them."""
-        pinned = self.buffers.slots.is_cuda
-        twins = {
-            name: torch.full(tensor.shape, filler, dtype=tensor.dtype, pin_memory=pinned)
-            for name, tensor, filler in self.buffers.inputs()
-        }
-        return StepBuffers(padding_slot=self.buffers.padding_slot, **twins)
-
-    def _copy_in(self, rows: int, slots: list[int], allowed: Tensor | None, hidden: Tensor | None) -> None:
-        """Write a bucket's inputs: the live rows, then each input's filler up to ``rows``."""
-        stage, live = self._stages[self._turn], len(slots)
-        self._turn = (self._turn + 1) % _STAGES
-        padded = slots + [self.buffers.padding_slot] * (rows - live)
-        # By way of numpy: to make a tensor of a list takes ten times as long
-        stage.slots.numpy()[: 1 + rows] = [slots_check(padded), *padded]
-        self.buffers.slots[: 1 + rows].copy_(stage.slots[: 1 + rows], non_blocking=True)
-        if allowed is not None:
-            stage.allowed[:live] = allowed
-            stage.allowed[live:rows] = FREE
-            self.buffers.allowed[:rows].copy_(stage.allowed[:rows], non_blocking=True)
-        if hidden is not None:  # it is on the device already
-            self.buffers.hidden[:live] = hidden
-            self.buffers.hidden[live:rows] = 0
+    def _copy_in_tokens(self, tokens: Tokens, rows: int) -> None:
+        """Write a prefill's inputs, padding up to ``rows``; torch keeps the pinned memory until it is read."""
+        self.prefill_inputs[: 1 + rows].copy_(self._prefill.uniform_inputs(tokens, rows), non_blocking=True)

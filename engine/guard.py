@@ -38,12 +38,16 @@ class Flag(IntFlag):
     """A page id is outside of the pool, or a written position has none."""
     CU_SEQLENS_Q = 2048
     """The query offsets that a kernel reads are not those of the uniform layout."""
+    PREFILL_INPUTS = 4096
+    """What a captured prefill read is not what the host wrote; none of its tokens was taken."""
 
 
-CONTRACT: Final = Flag.SLOTS | Flag.SEQ_LENS | Flag.BLOCK_TABLE | Flag.CU_SEQLENS_Q
+CONTRACT: Final = Flag.SLOTS | Flag.SEQ_LENS | Flag.BLOCK_TABLE | Flag.CU_SEQLENS_Q | Flag.PREFILL_INPUTS
 """The contract's verdicts on values that only the device knows."""
 NUMERICAL: Final = Flag.TARGET_NAN | Flag.TARGET_INF | Flag.TARGET_OOV | Flag.PREFILL_NAN | Flag.PREFILL_INF
 """The guard's verdicts on the target."""
+PREFILL: Final = Flag.PREFILL_NAN | Flag.PREFILL_INF | Flag.PREFILL_INPUTS
+"""What was found in a prefill, and is told by the first step behind it."""
 HALTING: Final = CONTRACT | NUMERICAL
 """Flags of a slot that must not go on."""
 

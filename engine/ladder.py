@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.contract import GraphKey
 from engine.graph import DISABLE_AFTER
-from engine.guard import CONTRACT, HALTING, Flag, violated_fields
+from engine.guard import CONTRACT, HALTING, PREFILL, Flag, violated_fields
 from engine.pending import PendingStep
 from engine.runner import Runner
 from engine.scheduler import Scheduler
@@ -41,10 +41,9 @@ logger = logging.getLogger(__name__)
 class Suspicion:
     """What a rebuilt request's next step has to find out."""
 
-    graph: GraphKey | None
-    """What was replayed when it tripped."""
-    capture: object
-    """The capture itself: whoever replaced it since has dealt with its fault."""
+    replays: tuple[tuple[GraphKey, object], ...]
+    """What was replayed when it tripped: the step, or graphs that prefilled it, one of which is at fault. Each with
+    the capture itself: whoever replaced it since has dealt with its fault."""
     contract: bool
     """The contract was violated, rather than a value not finite."""
     rungs: tuple[bool, ...]
@@ -93,30 +92,49 @@ class Ladder:
     def trip(self, results: list[RowResult | PrefillResult], step: PendingStep | None) -> list[TokenDelta]:
         """Take the tripped results of what one iteration launched; the ends of requests that cannot go on."""
         graph = step.graph if step is not None else None
-        fields = sorted({name for result in results for name in violated_fields(result.flags)})
-        if fields and graph is not None and self._runner.graphs is not None:
-            self._runner.graphs.report(graph, fields)
-        elif fields:
-            self._runner.counts.update(("graph_contract_violations", (name,)) for name in fields)
+        violated: dict[GraphKey | None, set[str]] = {}
+        for result in results:
+            blamed: list[GraphKey | None] = [*self._blamed(result, graph)]
+            for key in blamed or [None]:
+                violated.setdefault(key, set()).update(violated_fields(result.flags))
+        for key, fields in violated.items():
+            self._report(key, sorted(fields))
         return [delta for result in results for delta in self._trip(result, graph)]
 
+    def _blamed(self, result: RowResult | PrefillResult, graph: GraphKey | None) -> list[GraphKey]:
+        """The graphs, one of which is at fault if a replay is; ``graph``: that of the step, if it was replayed."""
+        if isinstance(result, PrefillResult):
+            return []  # what is told at once runs eager
+        if result.flags & PREFILL:
+            return self._runner.prefill_graphs(result.sequence)
+        return [] if graph is None else [graph]
+
+    def _report(self, graph: GraphKey | None, fields: list[str]) -> None:
+        """Count violations of the contract, against a graph where there is one."""
+        if not fields:
+            return
+        if graph is not None and self._runner.graphs is not None:
+            self._runner.graphs.report(graph, fields)
+        else:
+            self._runner.counts.update(("graph_contract_violations", (name,)) for name in fields)
+
     def _trip(self, result: RowResult | PrefillResult, graph: GraphKey | None) -> list[TokenDelta]:
-        if isinstance(result, PrefillResult) or result.flags & (Flag.PREFILL_NAN | Flag.PREFILL_INF):
-            graph = None  # a prefill runs eager
-            rungs: tuple[bool, ...] = ()
-        elif result.sequence.isolated:
-            rungs = ()  # this was the last thing to try
+        blamed = self._blamed(result, graph)
+        eager_prefill = isinstance(result, PrefillResult) or (result.flags & PREFILL and not blamed)
+        if eager_prefill or result.sequence.isolated:
+            rungs: tuple[bool, ...] = ()  # this was the last thing to try
         else:
             # A row that was stopped before it ran has answered nothing, eager or not
-            with_drafts = graph is not None or bool(result.flags & (CONTRACT | Flag.TARGET_OOV))
+            with_drafts = bool(blamed) or bool(result.flags & (CONTRACT | Flag.TARGET_OOV))
             rungs = (True,) * with_drafts + (False,) * (result.sequence.stride > 1)
-        self._bundle(result, graph)
+        self._bundle(result, graph if blamed == [graph] else None)
         if not rungs:
             return [self._fail(result)]
         name, position = result.sequence.request.request_id, len(result.sequence.tokens)
         logger.warning("request %s tripped at token %d (%s)", name, position, _found(result))
-        capture = self._runner.graphs.capture_of(graph) if self._runner.graphs and graph else None
-        suspicion = Suspicion(graph, capture, bool(result.flags & CONTRACT), rungs)
+        graphs = self._runner.graphs
+        replays = tuple((key, graphs.capture_of(key)) for key in blamed) if graphs is not None else ()
+        suspicion = Suspicion(replays, bool(result.flags & CONTRACT), rungs)
         self.turns.join(result.sequence)
         self._scrub(self._scheduler.rebuild(result.sequence, suspicion))
         return []
@@ -145,6 +163,8 @@ class Ladder:
             if not result.flags & HALTING:
                 self._clear(row, suspicion, "replay" if verify_drafts else "draft_token")
                 return self._scheduler.process([result])
+            if result.flags & PREFILL:
+                break  # its KV was computed eager, so no step has an answer
         return [self._fail(result)]
 
     def step_isolated(self, row: Sequence) -> PendingStep | None:
@@ -165,8 +185,9 @@ class Ladder:
         name = row.request.request_id
         logger.warning("request %s goes on; cause of its trip: %s", name, cause)
         self._runner.counts["nan_guard_actions", ("retried", cause)] += 1
-        if cause == "replay" and suspicion.graph is not None and not suspicion.contract:
-            self._runner.capture_again(suspicion.graph, suspicion.capture)
+        if cause == "replay" and not suspicion.contract:
+            for key, capture in suspicion.replays:
+                self._runner.capture_again(key, capture)
         row.num_rescues += 1
         if row.num_rescues < MAX_RESCUES:
             self.turns.leave(row)

@@ -16,6 +16,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from engine.guard import Flag
+
 _MINT: Final = object()
 
 
@@ -65,6 +67,18 @@ def uniform_layout(rows: int, stride: int, device: torch.device) -> UniformLayou
         row_starts=starts[:-1].clone(),
         mint=_MINT,
     )
+
+
+def layout_verdict(layout: UniformLayout, reads: frozenset[str]) -> Tensor | None:
+    """``[]`` int64 flags: whether the query offsets still are what ``uniform_layout`` made, by value.
+
+    Only for kernels that read them, as ``AttentionBackend.reads`` says: for the others there is no such input.
+    """
+    if "cu_seqlens_q" not in reads:
+        return None
+    offsets = layout.cu_seqlens_q
+    expected = torch.arange(layout.rows + 1, dtype=offsets.dtype, device=offsets.device) * layout.stride
+    return (offsets != expected).any() * int(Flag.CU_SEQLENS_Q)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """``auto``: CUDA graphs on a GPU, none on a CPU. ``simulate``: traces that freeze what a graph would."""
     max_graph_rows: int | None = None
     """Most rows of a captured step; ``None``: ``max_num_seqs``. A larger batch runs eager."""
+    max_graph_prefill_tokens: int | None = None
+    """Most tokens of a captured prefill; ``None``: ``prefill_chunk_size``, at most 512, but 0 under ``torch_mla``.
+    0: none is captured."""
     audit_rate: float = 0.0
     """Share of finished greedy requests whose output is scored again by one ordinary prefill; 0: none."""
     nan_bundle_dir: str | None = None
@@ -103,11 +106,14 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "graphs": get_args(Graphs),
     "attention_backend": get_args(AttentionBackend),
 }
-_OPTIONAL = frozenset({"max_graph_rows", "max_model_len", "num_kv_pages", "seed", "threads"})
+_OPTIONAL = frozenset(
+    {"max_graph_rows", "max_graph_prefill_tokens", "max_model_len", "num_kv_pages", "seed", "threads"}
+)
 _BOUNDS: dict[str, tuple[int, int]] = {
     "max_model_len": (2, _INT32_MAX),
     "max_num_seqs": (1, 4096),
     "max_graph_rows": (1, 4096),
+    "max_graph_prefill_tokens": (0, 8192),
     "num_speculative_tokens": (0, MAX_SPECULATIVE_TOKENS),
     "kv_page_size": (1, 1024),
     "num_kv_pages": (2, _INT32_MAX),

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.guard import Flag
 from engine.model.decoder import Decoder
 from engine.sequence import PrefillChunk, PrefillResult
 from engine.staging import fetch, stage
+from engine.state import FLAGS, SlotState
 from engine.types import TokenLogprobs
 
 MAX_LOGPROBS = 20
@@ -60,7 +62,35 @@ class PendingPrefill:
 
 
 @torch.inference_mode()
-def score(decoder: Decoder, vocab_size: int, hidden: Tensor, following: Seq[int]) -> _Scores:
+def tell(
+    decoder: Decoder, state: SlotState, chunks: Seq[PrefillChunk], slots: Tensor, hidden: Tensor
+) -> PendingPrefill | None:
+    """What is to be read of ``chunks``, if anything.
+
+    Args:
+        slots: ``[len(chunks)]`` int64.
+        hidden: ``[N, H]``, the target's states of all their tokens.
+    """
+    telling = [place for place, chunk in enumerate(chunks) if chunk.sequence.reads_prefill]
+    if not telling:
+        return None
+    parts = hidden.split([len(chunk.token_ids) for chunk in chunks])
+    scores = [
+        _score(decoder, state.vocab_size, parts[place], chunks[place].shifted_ids)
+        if chunks[place].sequence.needs_prompt_logits
+        else None
+        for place in telling
+    ]
+    places = stage(telling, torch.int64, slots.device)
+    flags = state.core[:, FLAGS].index_select(0, slots.index_select(0, places))
+    spoilt = [
+        one.own.isnan().any() if one is not None else flags.new_zeros((), dtype=torch.bool) for one in scores
+    ]
+    flags = flags | torch.stack(spoilt) * int(Flag.PREFILL_NAN)
+    return PendingPrefill([chunks[place] for place in telling], flags, scores)
+
+
+def _score(decoder: Decoder, vocab_size: int, hidden: Tensor, following: Seq[int]) -> _Scores:
     """Score the known token after each position under the target's raw distribution.
 
     Args:

@@ -18,8 +18,8 @@ from torch import Tensor
 from engine.build import build
 from engine.bundle import Bundle, BundleError, Manifest, checkpoint_digest
 from engine.bundle_check import flag_names
+from engine.capture import CudaGraph, Outputs, SimulatedGraph
 from engine.errors import ConfigError
-from engine.graph import CudaGraph, Outputs, SimulatedGraph
 from engine.guard import HALTING, Flag
 from engine.kv.pool import SCRATCH_PAGE
 from engine.model.draft import MtpDraft
@@ -94,6 +94,7 @@ def _options(manifest: Manifest, path: Path, device: Device) -> EngineOptions:
             "schedule": info.schedule,
             "attention_backend": info.attention_backend if info.device.startswith(device) else "auto",
             "graphs": "off",
+            "max_graph_prefill_tokens": 0,
         },
         EngineOptions,
     )

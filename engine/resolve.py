@@ -12,6 +12,8 @@ from engine.errors import ConfigError
 from engine.kv.pool import pool_bytes_per_token
 from engine.options import EngineOptions
 
+GRAPH_PREFILL_TOKENS = 512
+"""Most tokens of a captured prefill where nothing else is asked: more keep a GPU longer than they do the host."""
 CPU_POOL_BYTES = 384 << 20
 """Largest KV pool on a CPU unless ``num_kv_pages`` says otherwise."""
 

@@ -10,17 +10,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBackend, PackedAttention
+from engine.attention import AttentionBackend
 from engine.audit import is_audit
 from engine.contract import GraphKey
 from engine.graph import VARIANTS, StepGraphs
-from engine.guard import Flag, classify
+from engine.guard import Flag
 from engine.kernels import fused, row_classes
 from engine.kv.pool import SCRATCH_PAGE, LatentPool
-from engine.layout import packed_layout
 from engine.model.loader import LoadedModel
 from engine.pending import PendingStep, StepClock, StepRows, device_logprobs
-from engine.prompt_logprobs import PendingPrefill, score
+from engine.prefill import MAX_KEYS, Prefill, Prefilled, Tokens, token_buckets
+from engine.prompt_logprobs import PendingPrefill, tell
 from engine.sampler import FULL, GREEDY, choose_variant, mask_words
 from engine.sequence import PrefillChunk, Sequence
 from engine.spec import SpeculativeStep, StepOps, StepOutput
@@ -36,6 +36,7 @@ class Runner:
 
     Args:
         draft_reach: Positions past the accepted tokens that draft steps can write.
+        max_uniform_tokens: Most tokens of a prefill that runs in the uniform form, which is what can be captured.
         eager_reason: Why forwards run eager, as their count says it.
     """
 
@@ -49,6 +50,7 @@ class Runner:
         num_speculative_tokens: int,
         draft_reach: int,
         hidden_size: int,
+        max_uniform_tokens: int,
         eager_reason: ForwardReason = "no_graphs",
     ) -> None:
         self.decoder = model.decoder
@@ -58,6 +60,7 @@ class Runner:
         self.state = state
         self._draft_reach = draft_reach
         self._hidden_size = hidden_size
+        self._max_uniform_tokens = max_uniform_tokens
         self._eager_reason = eager_reason
         self._device = pool.pages.device
         self._stride = num_speculative_tokens + 1
@@ -66,6 +69,8 @@ class Runner:
         self.graphs: StepGraphs | None = None
         self._clock = StepClock(self._device)
         self._rows = StepRows.of([])
+        self._prefilled_by: dict[int, set[GraphKey]] = {}
+        self._prefill = Prefill(self.decoder, self.draft, backend, pool, state)
         self.step = SpeculativeStep(
             decoder=self.decoder,
             draft=self.draft,
@@ -79,6 +84,11 @@ class Runner:
         """Write a sequence's parameters and known tokens to its slot."""
         assert sequence.slot is not None, f"request {sequence.request.request_id} has no slot to bind"
         self.state.bind(sequence.slot, sequence.tokens, sequence.num_prompt, sequence.request.params, seed)
+        self._prefilled_by[sequence.slot] = set()
+
+    def prefill_graphs(self, row: Sequence) -> list[GraphKey]:
+        """The graphs that were replayed to prefill ``row``."""
+        return sorted(self._prefilled_by[_slot(row)])
 
     @torch.inference_mode()
     def read_drafts(self, rows: Seq[Sequence]) -> list[list[int]]:
@@ -137,7 +147,8 @@ class Runner:
         """The step, replayed where a graph serves it; else eager, counted with the reason."""
         reason = self._eager_reason
         if self.graphs is not None:
-            out = self.graphs.run(rows.slots, rows.variant(allowed is not None), allowed)
+            longest = self._reach(max(row.written_upper_bound for row, _ in rows.members))
+            out = self.graphs.run(rows.slots, longest, rows.variant(allowed is not None), allowed)
             if not isinstance(out, str):
                 self._forwards["step", "replay", "none"] += 1
                 return out
@@ -161,12 +172,14 @@ class Runner:
         """Capture the step for every bucket up to ``max_rows``."""
         graphs = StepGraphs(
             self.step,
+            self._prefill,
             self.state,
             self.pool,
             self._backend,
             stride=self._stride,
             hidden_size=self._hidden_size,
             max_rows=max_rows,
+            max_tokens=self._max_uniform_tokens,
             mode=mode,
             counts=self.counts,
         )
@@ -189,70 +202,53 @@ class Runner:
             What to read of them, if anything; it is not waited for.
         """
         self._clock.interrupt()
-        slots = self._slots([chunk.sequence for chunk in chunks])
-        spans = [(chunk.start, chunk.start + len(chunk.token_ids)) for chunk in chunks]
-        tokens = [token for chunk in chunks for token in chunk.token_ids]
-        shifted = [token for chunk in chunks for token in chunk.shifted_ids]
-        with threads_for(len(tokens), self._device):
-            target_hidden, hidden = self._forward_packed(slots, spans, tokens, shifted)
-        audit = all(is_audit(chunk.sequence.request.request_id) for chunk in chunks)
-        self._count("prefill", "audit" if audit else "prefill")
-        self.counts["nan_guard_rows_checked", ("prefill",)] += len(tokens)
+        slots, tokens = self._slots([chunk.sequence for chunk in chunks]), Tokens.of(chunks)
+        live = len(tokens.ids)
+        with threads_for(live, self._device):
+            out = self._run_prefill([chunk.sequence for chunk in chunks], tokens)
+        self.state.raise_flags(slots, self._prefill.owners(tokens), out.found[:live], out.verdict)
+        self.counts["nan_guard_rows_checked", ("prefill",)] += live
         with threads_for(len(chunks), self._device):
-            self._begin(chunks, spans, hidden)
-        return self._tell(chunks, slots, target_hidden)
+            self._begin(chunks, tokens.spans, out.hidden)
+        return tell(self.decoder, self.state, chunks, slots, out.target_hidden[:live])
 
-    def _tell(self, chunks: Seq[PrefillChunk], slots: Tensor, hidden: Tensor) -> PendingPrefill | None:
-        """What is to be read of ``chunks``; ``hidden`` ``[N, H]`` are the target's states of all their tokens."""
-        telling = [place for place, chunk in enumerate(chunks) if chunk.sequence.reads_prefill]
-        if not telling:
-            return None
-        parts = hidden.split([len(chunk.token_ids) for chunk in chunks])
-        scores = [
-            score(self.decoder, self.state.vocab_size, parts[place], chunks[place].shifted_ids)
-            if chunks[place].sequence.needs_prompt_logits
-            else None
-            for place in telling
-        ]
-        places = stage(telling, torch.int64, self._device)
-        flags = self.state.core[:, FLAGS].index_select(0, slots.index_select(0, places))
-        spoilt = [
-            one.own.isnan().any() if one is not None else flags.new_zeros((), dtype=torch.bool)
-            for one in scores
-        ]
-        flags = flags | torch.stack(spoilt) * int(Flag.PREFILL_NAN)
-        return PendingPrefill([chunks[place] for place in telling], flags, scores)
+    def _run_prefill(self, sequences: Seq[Sequence], tokens: Tokens) -> Prefilled:
+        """Their forward: uniform, and replayed if it can be, where it is small; else ragged and eager.
+
+        What is there to find fault with the others stays ragged: audits, and prefills after a fault. So do those
+        whose findings are read at once, which must not be told of a replay's fault.
+        """
+        reason: ForwardReason = "prefill"
+        few = len(tokens.ids) <= self._max_uniform_tokens and tokens.num_keys <= MAX_KEYS
+        if all(is_audit(one.request.request_id) for one in sequences):
+            reason = "audit"
+        elif any(one.rebuilt for one in sequences):
+            reason = "retry"
+        elif few and not any(one.reads_prefill for one in sequences):
+            return self._run_uniform(tokens)
+        self._count("prefill", reason)
+        return self._prefill.ragged(tokens)
+
+    def _run_uniform(self, tokens: Tokens) -> Prefilled:
+        out = self.graphs.prefill(tokens) if self.graphs is not None else "prefill"
+        if not isinstance(out, str):
+            prefilled, key = out
+            self._forwards["prefill", "replay", "none"] += 1
+            for slot in tokens.slots:
+                self._prefilled_by[slot].add(key)
+            return prefilled
+        self._count("prefill", out)
+        buckets = token_buckets(self._max_uniform_tokens)
+        return self._run_uniform_eager(tokens, next(count for count in buckets if count >= len(tokens.ids)))
+
+    def _run_uniform_eager(self, tokens: Tokens, count: int) -> Prefilled:
+        """As a graph of ``count`` tokens would run it, padding included: the results are the same."""
+        inputs = self._prefill.uniform_inputs(tokens, count)
+        return self._prefill.uniform(inputs.to(self._device, non_blocking=True))
 
     def scrub(self, page_ids: list[int]) -> None:
         """Zero pages that a fault may have tainted, after everything launched so far."""
         self.pool.scrub(page_ids)
-
-    def _forward_packed(
-        self, slots: Tensor, spans: list[tuple[int, int]], tokens: list[int], shifted: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        """A ragged forward of positions ``start..end`` of each slot.
-
-        Returns:
-            The target's states and the last model's, ``[N, H]`` each.
-        """
-        device, size = self._device, self.pool.page_size
-        lengths = [end - start for start, end in spans]
-        layout = packed_layout(lengths, [start for start, _ in spans])
-        table = self.state.block_table.index_select(0, slots)[:, : self._width(max(end for _, end in spans))]
-        # Nothing is written outside of the pool; the slot's first step names an id that is
-        table = table.masked_fill((table < 0) | (table >= self.pool.num_pages), SCRATCH_PAGE)
-        spread = torch.cat([torch.arange(start, end) for start, end in spans])
-        positions = stage(spread, torch.int64, device)
-        owners = stage(
-            torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(lengths)), torch.int64, device
-        )
-        write_slots = table[owners, positions // size].to(torch.int64) * size + positions % size
-        attention = PackedAttention(self._backend, self.pool, layout, table, write_slots)
-        hidden: Tensor = self.decoder(stage(tokens, torch.int64, device), positions, attention)
-        self.state.raise_flags(slots, owners, classify(hidden, Flag.PREFILL_NAN, Flag.PREFILL_INF))
-        if self.draft is None:
-            return hidden, hidden
-        return hidden, self.draft(hidden, stage(shifted, torch.int64, device), positions, attention)
 
     def _begin(self, chunks: Seq[PrefillChunk], spans: list[tuple[int, int]], draft_hidden: Tensor) -> None:
         """Start the slots whose prefill is complete, with drafts where there is a draft model."""
@@ -268,7 +264,7 @@ class Runner:
         variant = choose_variant([sequence.request.params for sequence in sequences])
         reason: ForwardReason | None = self._eager_reason
         if self.graphs is not None:
-            reason = self.graphs.begin([_slot(one) for one in sequences], variant, hidden)
+            reason = self.graphs.begin([_slot(one) for one in sequences], max(max_lens), variant, hidden)
         if reason is None:
             self._forwards["draft", "replay", "none"] += 1
             return
@@ -287,17 +283,29 @@ class Runner:
         slots = torch.full((most,), self.state.padding_slot, dtype=torch.int64, device=self._device)
         longest = self.state.block_table.shape[1] * self.pool.page_size
         for count in row_classes(prefill_tokens) if compiled else [prefill_tokens]:
-            tokens = [0] * count
-            self._forward_packed(slots[:1], [(0, count)], tokens, tokens)
+            ids = [0] * count
+            self._prefill.ragged(Tokens([self.state.padding_slot], [(0, count)], ids, ids))
+        for count in token_buckets(self._max_uniform_tokens):
+            self._run_uniform_eager(Tokens.none(), count)
         for count in row_classes(most):
-            for variant in (GREEDY, FULL):
-                self.step.run(slots[:count], (longest,) * count, variant)
-                if compiled and self.draft is not None:
-                    hidden = self.pool.pages.new_zeros((count, self._hidden_size))
-                    self.step.begin(slots[:count], (longest,) * count, variant, hidden)
+            for length in self._warm_lengths(count, longest) if compiled else [longest]:
+                self._warm_up_steps(slots[:count], (length,) * count)
         if compiled:
-            self._warm_up_alone(slots[:1], longest)
+            for length in self._warm_lengths(1, longest):
+                self._warm_up_alone(slots[:1], length)
         self.pool.scrub([SCRATCH_PAGE])
+
+    def _warm_lengths(self, rows: int, longest: int) -> set[int]:
+        """Bounds of rows' lengths that choose other kernels: those of whole steps, and of single tokens."""
+        short = [self._backend.short_length(rows, stride) for stride in (self._stride, 1)]
+        return {longest, *(min(length, longest) for length in short if length is not None)}
+
+    def _warm_up_steps(self, slots: Tensor, max_lens: tuple[int, ...]) -> None:
+        for variant in (GREEDY, FULL):
+            self.step.run(slots, max_lens, variant)
+            if fused(self.pool.pages) and self.draft is not None:
+                hidden = self.pool.pages.new_zeros((len(max_lens), self._hidden_size))
+                self.step.begin(slots, max_lens, variant, hidden)
 
     def _warm_up_alone(self, slot: Tensor, longest: int) -> None:
         """The forms of a step that rows under a grammar take, and rows that step alone after a fault."""
@@ -330,10 +338,6 @@ class Runner:
     def _reach(self, written: int) -> int:
         """Positions that a step touches behind ``written`` ones, of those that a block table can name."""
         return min(written + self._draft_reach, self.state.block_table.shape[1] * self.pool.page_size)
-
-    def _width(self, positions: int) -> int:
-        """Pages of a block-table row that cover ``positions``."""
-        return min(-(-positions // self.pool.page_size), self.state.block_table.shape[1])
 
 
 def _step_ops(state: SlotState, pool: LatentPool, num_speculative_tokens: int) -> StepOps:

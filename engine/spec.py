@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.attention import Attention, AttentionBackend, UniformAttention
-from engine.guard import Flag
 from engine.kv.pool import LatentPool
-from engine.layout import UniformLayout, uniform_layout
+from engine.layout import UniformLayout, layout_verdict, uniform_layout
 from engine.model.decoder import Decoder
 from engine.model.draft import Draft
 from engine.rng import place_weights
@@ -253,15 +252,8 @@ class SpeculativeStep:
         return places, attention, self._check_layout(layout)
 
     def _check_layout(self, layout: UniformLayout) -> Tensor | None:
-        """``[]`` int64 flags: whether the query offsets still are what ``uniform_layout`` made, by value.
-
-        Only for kernels that read them: for the others there is no such input (``AttentionBackend.reads``).
-        """
-        if not self.checks or "cu_seqlens_q" not in self._backend.reads:
-            return None
-        offsets = layout.cu_seqlens_q
-        expected = torch.arange(layout.rows + 1, dtype=offsets.dtype, device=offsets.device) * layout.stride
-        return (offsets != expected).any() * int(Flag.CU_SEQLENS_Q)
+        """``layout_verdict``, unless the contract is turned off."""
+        return layout_verdict(layout, self._backend.reads) if self.checks else None
 
     def _verify(self, tokens: Tensor, places: Places, attention: Attention) -> tuple[Tensor, Tensor]:
         """The target over ``[next_token, d1..dK]``: hidden ``[B * W, H]`` and logits ``[B, W, V]``."""

@@ -260,6 +260,10 @@ def bench_gpu(
     overhead: Annotated[
         bool, typer.Option("--overhead", help="Measure guard and contract on against off as well.")
     ] = False,
+    first_token: Annotated[
+        str | None,
+        typer.Option(help="Also measure first tokens behind prompts of so many tokens, comma-separated."),
+    ] = None,
     save_weights: Annotated[
         Path | None, typer.Option(help="Write the random weights to this directory as a checkpoint.")
     ] = None,
@@ -285,6 +289,7 @@ def bench_gpu(
         graphs=graphs,
         attention_backend=attention_backend,
         overhead=overhead,
+        first_tokens=[] if first_token is None else read_numbers("--first-token", first_token, 2, 1 << 20),
     )
     command.bench_gpu(chosen, plan, json)
 

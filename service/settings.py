@@ -76,6 +76,11 @@ class Settings(BaseSettings):
     max_graph_rows: int | None = _option(
         None, "Engine", "Most rows of a captured step; larger batches run eager. Default: --max-num-seqs."
     )
+    max_graph_prefill_tokens: int | None = _option(
+        None,
+        "Engine",
+        "Most tokens of a captured prefill, 0 for none. Default: --prefill-chunk-size, at most 512.",
+    )
     enforce_eager: bool = _option(False, "Engine", "Capture no graphs, whatever --graphs says.")
     audit_rate: float = _option(
         0.0,

@@ -71,10 +71,21 @@ class AttentionBackend(Protocol):
     reads: ClassVar[frozenset[str]]
     """What the kernels of a uniform forward read on the device besides query and pages: ``block_table``,
     ``seq_lens``, ``cu_seqlens_q``. The replay contract is derived from it: what is not read is not checked."""
+    gathers: ClassVar[bool]
+    """Whether each row's keys are copied, in a capture as many as the longest row can have: then a row a token, as
+    captured prefills have it, is dear."""
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         """Why this backend cannot serve ``spec`` here; ``None`` if it can."""
+        ...
+
+    def short_length(self, rows: int, stride: int) -> int | None:
+        """Up to which length steps of ``rows`` have kernels of their own, that longer rows are not served by.
+
+        A capture freezes which kernels run, so such a step is captured for rows up to this length, and for all.
+        ``None`` where the length decides nothing.
+        """
         ...
 
     def prepare(

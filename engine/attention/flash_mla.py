@@ -4,8 +4,9 @@ The package ``tokenspeed-flashmla`` is an optional dependency, imported only her
 its first call of a phase computes the tile schedule on the device from ``seq_lens``; the later layers of the phase
 share it. No host plan exists, so a captured step replays correctly with other lengths.
 
-A decode step of few query tokens is served by a kernel of our own, which needs no schedule and is sooner done
-(``engine.kernels.split_mla``). Which one it is depends on the numbers of rows and heads alone.
+A decode step of few query tokens and keys is served by a kernel of our own, which needs no schedule and is sooner
+done (``engine.kernels.split_mla``). Which one it is depends on the numbers of rows and heads, and on the bound of
+the rows' lengths that the host knows.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ from engine.staging import stage
 _LATENT_DIM, _KV_LORA_RANK, _PAGE_SIZE = 576, 512, 64
 SPLIT_TOKENS = 8
 """Most query tokens of a step that are served without FlashMLA (measured: docs/performance.md)."""
+
+
+def split_length(tokens: int) -> int:
+    """Up to which length FlashMLA is later done with ``tokens`` query tokens, at most ``SPLIT_TOKENS``."""
+    return 16384 if tokens <= SPLIT_TOKENS // 2 else 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class FlashMla:
 
     name = "flash_mla"
     reads: ClassVar[frozenset[str]] = frozenset({"block_table", "seq_lens"})
+    gathers: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         from flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -82,10 +89,16 @@ class FlashMla:
             return f"needs kv_page_size {_PAGE_SIZE}, not {spec.page_size}"
         return None
 
+    def short_length(self, rows: int, stride: int) -> int | None:
+        """Of the step's largest phase that may be split: verify, or a draft's single tokens."""
+        tokens = rows * stride if rows * stride <= SPLIT_TOKENS else rows
+        return split_length(tokens) if self._may_split and tokens <= SPLIT_TOKENS else None
+
     def prepare(
         self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_lens: tuple[int, ...]
     ) -> _Plan:
-        if self._may_split and layout.rows * layout.stride <= SPLIT_TOKENS:
+        tokens = layout.sum_seq_lens_q
+        if self._may_split and tokens <= SPLIT_TOKENS and max(max_seq_lens) <= split_length(tokens):
             return _Plan(block_table, seq_lens.to(torch.int32), None)
         schedule, _ = self._new_schedule()
         return _Plan(block_table.contiguous(), seq_lens.to(torch.int32), schedule)

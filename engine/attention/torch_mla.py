@@ -32,6 +32,7 @@ class TorchMla:
 
     name = "torch_mla"
     reads: ClassVar[frozenset[str]] = frozenset({"block_table", "seq_lens"})
+    gathers: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._heads = spec.num_heads
@@ -42,6 +43,9 @@ class TorchMla:
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def short_length(self, rows: int, stride: int) -> None:
         return None
 
     def prepare(

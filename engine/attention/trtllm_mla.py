@@ -49,6 +49,7 @@ class TrtllmMla:
 
     name = "trtllm_mla"
     reads: ClassVar[frozenset[str]] = frozenset({"block_table", "seq_lens"})
+    gathers: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
@@ -70,6 +71,9 @@ class TrtllmMla:
         if find_spec("flashinfer") is None:
             return "needs the package flashinfer-python, which is not installed"
         return _unsupported_model(spec)
+
+    def short_length(self, rows: int, stride: int) -> None:
+        return None
 
     def prepare(
         self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_lens: tuple[int, ...]

@@ -15,6 +15,7 @@ from rich.table import Table
 from engine.bench_floor import read_bandwidth
 from engine.bench_gpu import BenchReport, BenchRow, GpuBench
 from engine.bench_plan import BenchPlan, VariantName, check_plan
+from engine.bench_prefill import PAIRS
 from engine.config import ModelConfig, parse_config
 from engine.errors import ConfigError
 from engine.model.loader import LoadedModel, load_model
@@ -163,7 +164,7 @@ def _load(
 
 
 def tables(report: BenchReport) -> list[Table]:
-    """One of the steps, and one of what the checks cost where that was measured."""
+    """One of the steps, and those of what was measured besides."""
     plan = report.plan
     routing = f", {report.routing} routing" if report.routing else ""
     forced = "" if plan.accept_length is None else f", {plan.accept_length:g} tokens a step forced"
@@ -177,7 +178,8 @@ def tables(report: BenchReport) -> list[Table]:
         steps.add_column(name, justify="right")
     for row in report.rows:
         steps.add_row(*_cells(row))
-    return [steps, _overhead_table(report)] if report.overheads else [steps]
+    besides = [_overhead_table(report)] if report.overheads else []
+    return [steps, *besides, *([_first_token_table(report)] if report.first_tokens else [])]
 
 
 def _cells(row: BenchRow) -> list[str]:
@@ -218,5 +220,20 @@ def _overhead_table(report: BenchReport) -> Table:
             f"{one.median_percent:+.2f} %",
             f"{ordered[0]:+.2f} %",
             f"{ordered[-1]:+.2f} %",
+        )
+    return table
+
+
+def _first_token_table(report: BenchReport) -> Table:
+    table = Table(title=f"One request at an idle engine: first token, median of {PAIRS} alternating pairs")
+    for name in ("K", "prompt", "captured ms", "eager ms", "eager/captured"):
+        table.add_column(name, justify="right")
+    for one in report.first_tokens:
+        table.add_row(
+            str(one.num_speculative_tokens),
+            str(one.prompt_tokens),
+            f"{one.captured_ms:.2f}",
+            f"{one.eager_ms:.2f}",
+            f"{one.ratio:.2f}x",
         )
     return table

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from engine.attention.torch_mla import TorchMla
 from engine.contract import GraphKey
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.graph import DISABLE_AFTER, StepGraphs, buckets
+from engine.layout import UniformLayout
 from engine.sampler import GREEDY
 from engine.spec import slots_check
 from engine.state import NEXT_TOKEN, SEQ_LEN
@@ -107,7 +111,7 @@ def test_a2_every_input_of_a_padding_row_holds_its_filler(captured: Engine) -> N
         for tensor in stale.values():
             tensor.fill_(3)
         mask = torch.zeros((1, *stale["allowed"].shape[1:]), dtype=torch.int32)
-        graphs._copy_in(2, [1], mask, torch.zeros_like(stale["hidden"][:1]))
+        graphs._inputs.copy_in(2, [1], mask, torch.zeros_like(stale["hidden"][:1]))
     padding = graphs.buffers.padding_slot
     assert stale["slots"][:3].tolist() == [slots_check([1, padding]), 1, padding]
     rows = {name: tensor[1:] if name == "slots" else tensor for name, tensor in stale.items()}
@@ -115,7 +119,7 @@ def test_a2_every_input_of_a_padding_row_holds_its_filler(captured: Engine) -> N
         assert (rows[name][1] == filler).all(), name
         assert (rows[name][2:] == 3).all(), f"{name}: nothing past the bucket is touched"
     with torch.inference_mode():
-        graphs._copy_in(4, [], None, None)
+        graphs._inputs.copy_in(4, [], None, None)
         stale["allowed"].fill_(-1)
 
 
@@ -144,7 +148,7 @@ def test_a_tensor_that_is_not_the_bound_one_is_named_and_the_step_runs_eager(
     graphs = _graphs(captured)
     if name in ("slots", "allowed"):
         moved = replace(graphs.buffers, **{name: getattr(graphs.buffers, name).clone()})
-        monkeypatch.setattr(graphs, "buffers", moved)
+        monkeypatch.setattr(graphs._inputs, "buffers", moved)
     else:
         bound = [(n, t.clone() if n == name else t) for n, t in graphs._bound]
         monkeypatch.setattr(graphs, "_bound", bound)
@@ -273,3 +277,46 @@ def test_aborts_under_replay_leave_nothing(captured: Engine) -> None:
         collect(captured, answers)
         captured.abort(str(iteration))
     finish(captured)
+
+
+def test_rows_that_are_short_have_graphs_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to two rows of at most 32 positions; a row that outgrows them goes on in the others, at once."""
+    lengths: list[set[int]] = []
+    prepare = TorchMla.prepare
+
+    def watched(
+        self: TorchMla, layout: UniformLayout, table: Tensor, lens: Tensor, most: tuple[int, ...]
+    ) -> Any:
+        lengths.append(set(most))
+        return prepare(self, layout, table, lens, most)
+
+    monkeypatch.setattr(TorchMla, "short_length", lambda self, rows, stride: 32 if rows <= 2 else None)
+    monkeypatch.setattr(TorchMla, "prepare", watched)
+    engine = make_engine(path, graphs="simulate", max_num_seqs=3, prefix_cache=False, max_model_len=100)
+    graphs = _graphs(engine)
+    keys = sorted((key.phase, key.rows, key.short) for key in graphs._captured if key.variant == GREEDY)
+    assert keys == [
+        (phase, rows, short)
+        for phase in ("draft", "step")
+        for rows, short in ((1, False), (1, True), (2, False), (2, True), (3, False))
+    ]
+    widths = {key.short: contract.table_width for key, (contract, _) in graphs._captured.items()}
+    assert widths == {True: 4, False: engine._runner.state.block_table.shape[1]}
+    assert {32} in lengths and {max(*lengths[0], graphs._max_len)} in lengths
+    plain = make_engine(path, prefix_cache=False, max_model_len=100)
+    for size in (1, 2, 3):
+        expected = [answer.token_ids for answer in generate(plain, PROMPTS[:size], greedy(40))]
+        lengths.clear()
+        replays: Counter[bool] = Counter()
+        replay = graphs._replay
+
+        def counted(key: GraphKey | None, *args: Any, replay: Any = replay, replays: Any = replays) -> Any:
+            assert key is not None
+            replays[key.short] += key.phase == "step"
+            return replay(key, *args)
+
+        monkeypatch.setattr(graphs, "_replay", counted)
+        assert [answer.token_ids for answer in generate(engine, PROMPTS[:size], greedy(40))] == expected
+        assert not lengths, "no step ran eager"
+        assert replays[False] and (replays[True] or size == 3)
+        monkeypatch.setattr(graphs, "_replay", replay)

@@ -104,7 +104,7 @@ def _step(engine_: Engine, accepted: list[int], coming: list[list[int]], *, pack
         state.core[slot, NUM_DRAFTS] = K
         state.core[slot, NEXT_TOKEN + 1 :] = torch.tensor(drafts)
     step.packed.fill_(packed)
-    out = runner.graphs.run(list(range(rows)), GREEDY, None)
+    out = runner.graphs.run(list(range(rows)), 1, GREEDY, None)
     assert not isinstance(out, str)
     packed_results = out[0].packed
     if not packed_results[:, -1].any():

@@ -34,6 +34,7 @@ def runner() -> Runner:
         num_speculative_tokens=0,
         draft_reach=1,
         hidden_size=4,
+        max_uniform_tokens=0,
     )
 
 

@@ -25,11 +25,15 @@ class TorchVarlen(TorchMla):
 
     name = "torch_varlen"
     reads: ClassVar[frozenset[str]] = frozenset({"block_table", "seq_lens", "cu_seqlens_q"})
+    gathers: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         self._dim = spec.latent_dim
         self._page = spec.page_size
+
+    def short_length(self, rows: int, stride: int) -> None:
+        return None
 
     def prepare(
         self, layout: UniformLayout, block_table: Tensor, seq_lens: Tensor, max_seq_lens: tuple[int, ...]

@@ -15,6 +15,8 @@ SGLANG_MTP = {1: 6.60, 32: 7.01, 64: 10.42}
 """Milliseconds of an MTP step by batch size: vLLM 0.24 and SGLang 0.5.15 (fa3) on one H200, V2-Lite's shape, bf16,
 prompts of 512 tokens, 256 new ones, K = 3, three tokens a step; not measured at every size."""
 BATCHES = (1, 8, 32, 64)
+FIRST_TOKENS = (17, 129, 512)
+"""Lengths of prompts, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,12 @@ def lines() -> Iterator[Line]:
     for name in ("bench-concentrated", "bench-spread", "bench-shipped"):
         yield Line(f"eager forwards, {name[6:]}", "0", (name,), _no_eager)
     yield from _shipped_lines()
+    for length in FIRST_TOKENS:
+        for title, section, k in (
+            ("shipped, K = 3", "bench-shipped", 3),
+            ("V2-Lite, K = 0", "plain-spread", 0),
+        ):
+            yield Line(f"first token, {title}, prompt {length}", "-", (section,), _first_token(k, length))
     for name, limit in (("v2-lite", 1.0), ("shipped", 2.0)):
         bar = f"< {limit:g} % of the step"
         yield Line(f"guard and contract, {name}", bar, (f"overhead-{name}",), _overhead(limit))
@@ -227,6 +235,25 @@ def _step(
         step = row["step_ms"]
         text = f"{step:.3f} ms, floor {row['floor_ms']:.3f}, {row['tokens_per_second']:.0f} tokens/s"
         return Measured(text, None if bar is None else step < bar, None if aim is None else step < aim)
+
+    return find
+
+
+def _first_token(k: int, length: int) -> Callable[[Any], Measured]:
+    def find(data: Any) -> Measured:
+        row = next(
+            (
+                one
+                for one in data.get("first_tokens", [])
+                if (one["num_speculative_tokens"], one["prompt_tokens"]) == (k, length)
+            ),
+            None,
+        )
+        if row is None:
+            raise LookupError(f"no first token behind {length}")
+        return Measured(
+            f"{row['captured_ms']:.2f} ms, eager {row['eager_ms']:.2f} ({row['ratio']:.2f} x)", None
+        )
 
     return find
 

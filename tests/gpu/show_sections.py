@@ -182,7 +182,9 @@ _BENCHES = [
             ),
             Section(
                 f"plain-{routing}",
-                _v2_lite(routing, "--speculative-tokens", "0", "--batch-sizes", "1"),
+                _v2_lite(
+                    routing, "--speculative-tokens", "0", "--batch-sizes", "1", "--first-token", "17,129,512"
+                ),
                 180,
                 read_json,
                 _SHORT,
@@ -200,7 +202,7 @@ _BENCHES = [
         "bench-shipped",
         _gpu(
             "--preset", "shipped", "--speculative-tokens", "0,3", "--batch-sizes", "1,8,64",
-            "--variants", "greedy,full",
+            "--variants", "greedy,full", "--first-token", "17,129,512",
         ),
         240,
         read_json,

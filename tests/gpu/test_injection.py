@@ -281,8 +281,29 @@ def test_a_prefill(
     _check_neighbour(engine, f1, served)
     trips = {labels: value for labels, value in served.of("nan_guard_trips").items() if labels[0] != "draft"}
     assert trips == {("prefill", kind): 1}
-    assert served.eager_steps == {}
+    assert served.eager_steps == {"retry": 1}
+    assert (
+        served.forwards["prefill", "replay", "none"] > 0 and served.forwards["prefill", "eager", "retry"] == 1
+    )
     _check_failed(engine, served, f1, prompt, [])
+
+
+@pytest.mark.parametrize("position", [0, 40, -2])
+@KINDS
+def test_a_prefill_of_one_replay(
+    engine: Engine, f1: F1, behind: list[int], kind: Kind, position: int
+) -> None:
+    """Of both requests in one replay; computed again, eager, it is finite: the request gets every token."""
+    prompt, poison = _long_prompt(behind), behind[55]
+    prompt[position] = poison
+    fault = prefill_fault(engine, kind, poison)
+    key = GraphKey("prefill", 96, GREEDY)  # 74 tokens of one, 1 of the other
+    served, replaced = _serve_with_replay_fault(engine, f1, key, 1, fault, prompt)
+    assert served.answers["bad"].token_ids == behind[:MAX_TOKENS]
+    trips = {labels: value for labels, value in served.of("nan_guard_trips").items() if labels[0] != "draft"}
+    assert trips == {("prefill", kind): 1}
+    assert served.of("nan_guard_actions") == {("retried", "replay"): 1}
+    assert served.eager_steps == {"retry": 1} and replaced
 
 
 def test_a_fault_leaves_the_weights_as_they_were(engine: Engine, behind: list[int]) -> None:

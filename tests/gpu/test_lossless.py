@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ class Subject:
     """Answers to all prompts, one request at a time, captured."""
     eager_solo: Tokens
     """Answers to the first prompts, one at a time, eager."""
+    exact: Engine
+    """The target in fp32, eager."""
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +60,9 @@ def _prompts(name: str) -> Tokens:
     return [[(7 * i + j * j + n) % 89 for j in range(2 + n * 7 % 50)] for n, i in enumerate(range(count))]
 
 
-def _options(name: str) -> dict[str, str]:
+def _options(name: str) -> dict[str, Any]:
     if name.endswith("-fp32"):
-        return {"dtype": "float32", "attention_backend": "torch_mla"}
+        return {"dtype": "float32", "attention_backend": "torch_mla", "max_graph_prefill_tokens": 64}
     return {}
 
 
@@ -80,8 +83,9 @@ def subject(request: pytest.FixtureRequest, f2: Path) -> Iterator[Subject]:
     eager = schedules(path, **options, enforce_eager=True)
     solo = tokens_of(in_batches(captured["overlap"], prompts, (1,), MAX_TOKENS))
     eager_solo = tokens_of(in_batches(eager["sync"], prompts[:EAGER_SOLO], (1,), MAX_TOKENS))
-    yield Subject(name, k, prompts, captured, eager, solo, eager_solo)
-    for engine in (captured["overlap"], eager["overlap"]):
+    exact = schedules(path, **options | _options("-fp32"), enforce_eager=True)
+    yield Subject(name, k, prompts, captured, eager, solo, eager_solo, exact["sync"])
+    for engine in (captured["overlap"], eager["overlap"], exact["overlap"]):
         engine.close()
 
 
@@ -97,9 +101,8 @@ def test_graphs_on_equals_off_equals_solo(subject: Subject, schedule: str, recor
     )  # they queue for the slots
     on, off, queued = tokens_of(replayed), tokens_of(plain), tokens_of(crowded)
     assert [len(answer) for answer in on] == [MAX_TOKENS] * count
-    judge = subject.eager["sync"]
     verdicts = [
-        compare(judge, title, prompts, mine, theirs)
+        compare(subject.eager["sync"], subject.exact, title, prompts, mine, theirs)
         for title, mine, theirs in [
             ("on = off", on, off),
             ("on = solo", on, subject.solo),

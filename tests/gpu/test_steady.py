@@ -50,10 +50,11 @@ def _forwards(outputs: list[Outputs]) -> Counter[tuple[str, str, str]]:
 
 def test_the_captured_rows_are_reported(engine: Engine, record_property: Record) -> None:
     info = engine.info
-    phases = {"step", "draft"} if info.num_speculative_tokens else {"step"}
+    phases = {"step", "draft", "prefill"} if info.num_speculative_tokens else {"step", "prefill"}
     assert set(info.graphs_captured) == phases
-    for rows in info.graphs_captured.values():
-        assert sorted(set(rows)) == buckets(MAX_ROWS) == [1, 2, 4, 8, 16, 20]
+    for phase, rows in info.graphs_captured.items():
+        expected = [1, 2, 4, 8, 16, 20] if phase != "prefill" else [16, 32, 64, 96, 128, 192, 256]
+        assert sorted(set(rows)) == expected
     assert info.graph_capture_seconds > 0
     assert (info.graph_memory_bytes > 0) == (info.device != "cpu")
     told = f"{info.graph_capture_seconds:.1f} s, {info.graph_memory_bytes / 2**20:.0f} MiB"

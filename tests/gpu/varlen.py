@@ -33,6 +33,7 @@ class FlashInferVarlen:
 
     name = "flashinfer_varlen"
     reads: ClassVar[frozenset[str]] = frozenset({"block_table", "seq_lens", "cu_seqlens_q"})
+    gathers: ClassVar[bool] = False
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
@@ -43,6 +44,9 @@ class FlashInferVarlen:
     def unsupported(cls, spec: AttentionSpec) -> str | None:
         if spec.device.type != "cuda" or torch.cuda.get_device_capability(spec.device) != (9, 0):
             return "fa3 kernels need a Hopper GPU"
+        return None
+
+    def short_length(self, rows: int, stride: int) -> None:
         return None
 
     def prepare(

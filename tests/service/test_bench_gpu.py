@@ -81,6 +81,37 @@ def test_checks_are_measured_on_and_off(tmp_path: Path, monkeypatch: pytest.Monk
     assert "3 alternating pairs" in text
 
 
+def test_first_tokens_are_measured_with_prefills_captured_and_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from engine.bench_prefill import _seconds
+
+    replayed: list[bool] = []
+
+    def watched(engine: Any, prompt: list[int]) -> float:
+        run = engine._runner._run_uniform
+        engine._runner._run_uniform = lambda tokens: replayed.append(True) or run(tokens)
+        before = len(replayed)
+        seconds = _seconds(engine, prompt)
+        engine._runner._run_uniform = run
+        if len(replayed) == before:
+            replayed.append(False)
+        return seconds
+
+    monkeypatch.setattr("engine.bench_prefill.PAIRS", 2)
+    monkeypatch.setattr("engine.bench_prefill._seconds", watched)
+    monkeypatch.setattr("engine.build.GRAPH_PREFILL_TOKENS", 16)
+    monkeypatch.setattr("engine.attention.torch_mla.TorchMla.gathers", False)
+    report, text = measured(
+        tmp_path, "--preset", "tiny", "--batch-sizes", "1", "--graphs", "simulate", "--first-token", "5,12"
+    )
+    assert [one["prompt_tokens"] for one in report["first_tokens"]] == [5, 12]
+    for one in report["first_tokens"]:
+        assert one["ratio"] == pytest.approx(one["eager_ms"] / one["captured_ms"])
+    assert sum(replayed) == len(replayed) // 2 == 6, "two lengths, three times each, by both engines"
+    assert "eager/captured" in text
+
+
 def test_the_shipped_checkpoint_can_be_measured(tmp_path: Path):
     report, _ = measured(tmp_path, "--preset", "shipped", "--batch-sizes", "1")
     assert (report["model"], report["routing"]) == (str(SHIPPED_MODEL), None)
@@ -107,6 +138,11 @@ def test_written_weights_can_be_measured_as_a_checkpoint(tmp_path: Path):
         (["--batch-sizes", "1,0"], "--batch-sizes 1,0: must be integers from 1"),
         (["--batch-sizes", "1,x"], "--batch-sizes 1,x: must be integers from 1"),
         (["--variants", "greedy,all"], "--variants greedy,all: must be of greedy, full"),
+        (
+            ["--preset", "tiny", "--first-token", "600"],
+            "--first-token 600: more than the 20 of --prompt-tokens",
+        ),
+        (["--first-token", "1"], "--first-token 1: must be integers from 2"),
         (["--speculative-tokens", "9"], "--speculative-tokens 9: must be integers from 0 to 8"),
         (["--synthetic-accept-length", "4.5"], "--synthetic-accept-length 4.5: a step of K = 3 emits 1 to 4"),
         (["--synthetic-accept-length", "nan"], "--synthetic-accept-length nan: a step of K = 3"),

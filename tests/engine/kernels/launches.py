@@ -31,6 +31,7 @@ from engine.model.draft import MtpDraft
 from engine.model.loader import LoadedModel
 from engine.model.report import CheckpointReport
 from engine.model.rope import RotaryTable
+from engine.prefill import Tokens, token_buckets
 from engine.runner import Runner
 from engine.sampler import FULL, GREEDY, mask_words
 from engine.state import SlotState
@@ -103,12 +104,16 @@ class NoAttention:
 
     name = "none"
     reads: ClassVar[frozenset[str]] = frozenset()
+    gathers: ClassVar[bool] = False
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
     @classmethod
     def unsupported(cls, spec: object) -> None:
+        return None
+
+    def short_length(self, rows: int, stride: int) -> None:
         return None
 
     def prepare(self, *_: object) -> None: ...
@@ -150,6 +155,7 @@ def make_runner(config: ModelConfig, dtype: torch.dtype, k: int) -> Runner:
         num_speculative_tokens=k,
         draft_reach=max(0, k - 1),
         hidden_size=config.hidden_size,
+        max_uniform_tokens=CHUNK,
     )
 
 
@@ -172,8 +178,11 @@ def serve(runner: Runner) -> Iterator[str]:
     hidden = torch.zeros(SLOTS, runner._hidden_size, dtype=runner.pool.pages.dtype)
     for tokens in range(1, CHUNK + 1):
         ids = [0] * tokens
-        runner._forward_packed(slots[:1], [(0, tokens)], ids, ids)
+        runner._prefill.ragged(Tokens(slots[:1].tolist(), [(0, tokens)], ids, ids))
         yield f"a prefill of {tokens}"
+    for tokens in token_buckets(CHUNK):
+        runner._run_uniform_eager(Tokens.none(), tokens)
+        yield f"a uniform prefill of {tokens}"
     for rows in range(1, SLOTS + 1):
         for longest in (64, LONGEST):
             for variant in CHOSEN:
