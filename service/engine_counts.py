@@ -9,7 +9,7 @@ from engine.options import MAX_SPECULATIVE_TOKENS
 
 CONTRACT_FIELDS = (
     # Values that the device checks at each replay
-    "slots", "core", "seq_lens", "block_table", "cu_seqlens_q",
+    "slots", "core", "seq_lens", "block_table", "cu_seqlens_q", "prefill_inputs",
     # What the host compares before it
     "stride", "variant", "table_width", "num_pages", "padding_slot", "backend", "reads", "bindings",
     "allowed", "hidden", "pages",

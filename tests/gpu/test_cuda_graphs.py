@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from engine.contract import GraphKey
 from engine.types import SamplingParams
 from tests.engine.drive import Answer, generate, greedy, make_engine
-from tests.fixtures.checkpoints import F1, build_f2
+from tests.fixtures.checkpoints import F1, build_f1, build_f2
+from tests.gpu.inject import graphs_of
+from tests.gpu.serving import DEVICE, FLASH_DIMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +27,7 @@ PARAMS = [
     SamplingParams(max_tokens=24, seed=2, temperature=0.7, top_k=12, top_p=0.9, frequency_penalty=0.4),
     greedy(24, repetition_penalty=1.4, logit_bias={3: 2.0}, min_tokens=3, stop_token_ids=(3,)),
 ]
-CUDA = {"device": "cuda", "dtype": "float32", "prefix_cache": False}
+CUDA = {"device": "cuda", "dtype": "float32", "prefix_cache": False, "max_graph_prefill_tokens": 48}
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +77,30 @@ def test_accept_counts_are_exact(which: str, k: int, request: pytest.FixtureRequ
         expected = f1.predict_steps(prompt, k, 30)
         assert answer.steps == [(len(s.token_ids), s.num_drafts, s.num_accepted) for s in expected]
         assert answer.token_ids == f1.walk(prompt[-1], 30)
+
+
+def test_rows_that_outgrow_the_short_graphs_go_on_in_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper few query tokens and keys have a kernel of their own; here it ends after 96 positions."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0 (Hopper)")
+    monkeypatch.setattr("engine.attention.flash_mla.split_length", lambda tokens: 96)
+    f1 = build_f1(tmp_path / "m", eos=None, dtype=torch.bfloat16, **FLASH_DIMS)
+    options = DEVICE | {"kv_page_size": 64, "num_kv_pages": 40, "max_model_len": 256, "max_num_seqs": 2}
+    engine = make_engine(f1.path, **options)
+    graphs = graphs_of(engine)
+    replays: Counter[bool] = Counter()
+    replay = graphs._replay
+
+    def counted(key: GraphKey | None, *args: Any) -> Any:
+        assert key is not None
+        replays[key.short] += key.phase == "step"
+        return replay(key, *args)
+
+    monkeypatch.setattr(graphs, "_replay", counted)
+    for prompts in ([[5, 9]], [[5, 9], [22, 23]]):
+        replays.clear()
+        answers = generate(engine, prompts, greedy(160))
+        assert _tokens(answers) == [f1.walk(prompt[-1], 160) for prompt in prompts]
+        assert replays[True] > 10 and replays[False] > 10
