@@ -28,7 +28,8 @@ class EngineCount(NamedTuple):
 
 ENGINE_COUNTS: dict[str, EngineCount] = {
     "graph_replays": EngineCount(
-        "Replays of captured phases by captured rows; per forward of a whole batch.", ("phase", "rows")
+        "Replays of captured phases by captured rows (of a prefill, tokens); per forward of a whole batch.",
+        ("phase", "rows"),
     ),
     "graph_padding_rows": EngineCount("Padding rows in replayed steps; per row."),
     "graph_contract_checks": EngineCount(

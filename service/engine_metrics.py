@@ -18,7 +18,7 @@ _STEP_BUCKETS = (
     0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015,
     0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0,
 )  # fmt: skip
-_GRAPH_PHASES = ("step", "draft")
+_GRAPH_PHASES = ("step", "draft", "prefill")
 
 
 class EngineMetrics(MetricRegistry):

@@ -40,7 +40,7 @@ class Difference:
     gap: float
     """Nats between the target's best token and the lesser of the two; infinite if it is not among the 20 best."""
     router_gap: float
-    """How far the target's routers are from another choice there, at the nearest; by fp32."""
+    """How far the target's routers are from another choice there, at the nearest, where that was asked."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Verdict:
 
     def beyond(self, margin: float) -> list[Difference]:
         """Those that no rounding explains."""
-        far = [one for one in self.differences if not one.gap < margin]
-        return [one for one in far if not one.router_gap < (ROUTER_MARGIN if margin else 0.0)]
+        return [one for one in self.differences if not (one.gap < margin or one.router_gap < ROUTER_MARGIN)]
 
     def __str__(self) -> str:
         return f"{self.title} {len(self.differences)} of {self.requests}"
@@ -67,7 +66,14 @@ class Verdict:
 def summary(verdicts: Sequence[Verdict]) -> str:
     """How many requests part in each comparison, and how near the ties were."""
     largest = max(one.largest for one in verdicts)
-    return f"{', '.join(map(str, verdicts))} part, at most {largest:.3f} nats below the best token"
+    told = f"{', '.join(map(str, verdicts))} part, at most {largest:.3f} nats below the best token"
+    routed = {
+        (one.request, one.place)
+        for verdict in verdicts
+        for one in verdict.differences
+        if one.router_gap < ROUTER_MARGIN
+    }
+    return told + (f", {len(routed)} by a router's tie" if routed else "")
 
 
 def in_batches(engine: Engine, prompts: Tokens, sizes: Sequence[int], max_tokens: int) -> Served:
@@ -121,12 +127,13 @@ def router_gap(exact: Engine, known: list[int]) -> float:
 
 
 def compare(
-    judge: Engine, exact: Engine, title: str, prompts: Tokens, mine: Tokens, theirs: Tokens
+    judge: Engine, title: str, prompts: Tokens, mine: Tokens, theirs: Tokens, exact: Engine | None = None
 ) -> Verdict:
     """Every first difference. Answers of fewer requests stand for the first ones.
 
     Args:
-        judge: The target by itself, eager. exact: The same in fp32, in the synchronous schedule.
+        judge: The target by itself, eager.
+        exact: The same in fp32 and in the synchronous schedule, to ask its routers where tokens are far apart.
     """
     found = []
     for number, (prompt, one, other) in enumerate(zip(prompts, mine, theirs, strict=False)):
@@ -136,8 +143,6 @@ def compare(
             pair = one[place], other[place]
             known = prompt + one[:place]
             distance = gap(judge, known, pair)
-            far = not distance < MARGIN
-            found.append(
-                Difference(number, place, pair, distance, router_gap(exact, known) if far else math.inf)
-            )
+            routed = math.inf if exact is None or distance < MARGIN else router_gap(exact, known)
+            found.append(Difference(number, place, pair, distance, routed))
     return Verdict(title, min(len(mine), len(theirs)), found)

@@ -88,7 +88,7 @@ def lines() -> Iterator[Line]:
         ("shipped-fp32", "shipped, fp32"),
         ("f2-fp32", "F2 shape, fp32"),
     ):
-        bar = "no difference" if "fp32" in name else f"none of {MARGIN} nats or more"
+        bar = "no difference" if "fp32" in name else f"none of {MARGIN} nats or more but by a router's tie"
         if name == "f2":
             bar = "no difference of on and off"
         yield Line(f"on = off = solo, {title}", bar, ("lossless", "suite"), _lossless(name))

@@ -212,12 +212,12 @@ def test_a_difference_is_judged_by_the_targets_own_odds(tmp_path: Path) -> None:
     close, wrong = ([list(tokens) for tokens in right] for _ in range(2))
     close[1] = [50, *f1.walk(50, 5)]
     wrong[0][3] = right[0][4]
-    verdict = compare(engine, engine, "a = b", prompts, right, close)
+    verdict = compare(engine, "a = b", prompts, right, close)
     [difference] = verdict.differences
     assert (difference.request, difference.place, difference.tokens) == (1, 0, (40, 50))
     assert difference.gap == pytest.approx(math.log(0.5 / 0.4), abs=1e-4)
     assert verdict.beyond(0.25) == [] and verdict.beyond(0.2) == [difference]
     assert summary([verdict]) == "a = b 1 of 3 part, at most 0.223 nats below the best token"
-    [difference] = compare(engine, engine, "a = b", prompts, right, wrong).beyond(0.25)
+    [difference] = compare(engine, "a = b", prompts, right, wrong).beyond(0.25)
     assert (difference.request, difference.place) == (0, 3) and difference.gap > 19
-    assert compare(engine, engine, "same", prompts, right, right[:2]).differences == []
+    assert compare(engine, "same", prompts, right, right[:2]).differences == []

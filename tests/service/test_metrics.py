@@ -205,7 +205,7 @@ def test_a_dead_engine_takes_its_gauges_along(metrics: ServiceMetrics):
 
 
 def test_what_an_engine_captured_is_told_until_the_next_one_is_ready(metrics: ServiceMetrics):
-    told = [("graphs_captured", {"phase": phase}) for phase in ("step", "draft")]
+    told = [("graphs_captured", {"phase": phase}) for phase in ("step", "draft", "prefill")]
     told += [("graph_capture_seconds", {}), ("graph_memory_bytes", {})]
 
     def values() -> list[float | None]:
