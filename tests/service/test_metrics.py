@@ -211,15 +211,15 @@ def test_what_an_engine_captured_is_told_until_the_next_one_is_ready(metrics: Se
     def values() -> list[float | None]:
         return [value(metrics, name, **labels) for name, labels in told]
 
-    assert values() == [0, 0, 0, 0]
-    rows = {"step": [1, 1, 2, 2], "draft": [1, 2]}
+    assert values() == [0, 0, 0, 0, 0]
+    rows = {"step": [1, 1, 2, 2], "draft": [1, 2], "prefill": [16, 32, 64]}
     first = engine_info(graphs_captured=rows, graph_capture_seconds=1.5, graph_memory_bytes=1 << 20)
     metrics.engine_ready("m", "1", first)
-    assert values() == [4, 2, 1.5, 1 << 20]
+    assert values() == [4, 2, 3, 1.5, 1 << 20]
     metrics.engine_down()
-    assert values() == [0, 0, 0, 0]
+    assert values() == [0, 0, 0, 0, 0]
     metrics.engine_ready("m", "1", engine_info(graphs_captured={"step": [1]}, graph_capture_seconds=0.5))
-    assert values() == [1, 0, 0.5, 0]
+    assert values() == [1, 0, 0, 0.5, 0]
 
 
 def test_graphs_that_are_turned_off_are_a_state(metrics: ServiceMetrics):
