@@ -28,8 +28,8 @@ MARGINS: Final = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """How much more probable (difference of log-probabilities, nats) the target's best token must be for the emitted
 one to count as a mismatch, by compute type. A step and a prefill add up in different orders. In bfloat16 logits
 of 16 to 32 are 0.125 apart, and each of the two may be off by two such places; float16 has eight times as many.
-float32 leaves a few 1e-4. A token from a wrong row or page is off by several nats; in 16 bits so is, now and then, one
-where a router found two experts nearly equal: what counts is how many there are."""
+float32 leaves a few 1e-4. A token from a wrong row or page is off by several nats; in 16 bits so is, now and then,
+one where a router found two experts nearly equal: what counts is how many there are."""
 MAX_QUEUED: Final = 64
 MAX_QUEUED_TOKENS: Final = 1 << 19
 """Prompt and output of all queued audits together: what they hold of the host's memory."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+import torch
 
 from engine.bench_steady import LEAST_STEPS, SETTLE_STEPS
 from engine.build import assemble
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.kv.pool import pool_bytes_per_token
 from engine.model.loader import LoadedModel
 from engine.options import AttentionBackend, Device, EngineOptions, Graphs
 from engine.resolve import Resolved, resolve
+from engine.synthetic import weight_bytes
 
 VariantName = Literal["greedy", "full"]
 
@@ -78,6 +82,10 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Of versions 2 and 1, as a container sees its own."""
+
+
 class _Unloaded(Exception):
     """An engine was about to load its model: nothing before that refused its options."""
 
@@ -121,3 +129,34 @@ def check_plan(plan: BenchPlan, name: str, config: ModelConfig) -> Resolved:
         with suppress(_Unloaded):
             assemble(config, options, stop, lambda _: None)
     return resolve(plan.options(name, max(plan.depths)), config)
+
+
+def check_memory(plan: BenchPlan, preset: str, config: ModelConfig, resolved: Resolved) -> None:
+    """Refuse a preset whose random weights and KV pool do not fit: a CPU's memory ends with the process killed.
+
+    Args:
+        resolved: What `check_plan` returned.
+
+    Raises:
+        ConfigError: Naming the preset.
+    """
+    num_pages = plan.options(preset, resolved.num_speculative_tokens).num_kv_pages or 0
+    row_bytes = pool_bytes_per_token(config.num_hidden_layers + 1, config.latent_dim, resolved.dtype)
+    needed = weight_bytes(config, resolved.dtype) + num_pages * PAGE_SIZE * row_bytes
+    free = free_bytes(resolved.device)
+    if needed > free:
+        dtype = str(resolved.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"--preset {preset}: weights and KV pool take {needed / 1e9:.1f} GB in {dtype}, {resolved.device} has "
+            f"{free / 1e9:.1f} GB free"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of ``device`` that a process can still take; of a CPU no more than its control group may have."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    [available] = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    limits = [path.read_text(encoding="ascii").strip() for path in _CGROUP_LIMITS if path.is_file()]
+    return min([available, *(int(limit) for limit in limits if limit != "max")])

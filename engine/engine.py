@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,21 +17,19 @@ from engine.audit import Auditor, is_audit
 from engine.build import Parts, build
 from engine.bundle_writer import BundleWriter, TripBundles
 from engine.errors import RequestError
-from engine.grammar.walker import WALK_SECONDS, Constraint
+from engine.grammar.masks import StepMasks
+from engine.grammar.walker import Constraint
 from engine.guard import HALTING, events
 from engine.ladder import Ladder
 from engine.options import EngineOptions
 from engine.pending import PendingStep, StepTiming
 from engine.prompt_logprobs import PendingPrefill
-from engine.sampler import mask_words
 from engine.scheduler import Scheduler
 from engine.sequence import PrefillResult, RowResult, Sequence
-from engine.types import EngineInfo, ErrorInfo, Outputs, Progress, Request, StepStats, SyncReason, TokenDelta
+from engine.types import EngineInfo, Outputs, Progress, Request, StepStats, SyncReason, TokenDelta
 
 _COMPILE_WAIT_SECONDS = 0.01
 """How long an otherwise idle iteration waits for a grammar."""
-_WALK_ALL_SECONDS = 2.0
-"""From when on a step asks no more of its rows' grammars: an engine that is silent for too long counts as stuck."""
 
 
 class _Launched(NamedTuple):
@@ -57,16 +54,12 @@ class Engine:
         self._overlap = parts.info.schedule == "overlap"
         self._pending: _Launched | None = None
         self._grammars = parts.grammars
+        stride = parts.info.num_speculative_tokens + 1
+        self._masks = StepMasks(parts.runner, parts.grammars, parts.info.vocab_size, stride)
         self._overdue: list[Sequence] = []
         self._sync_steps: Counter[SyncReason] = Counter()
         self._timings: list[StepTiming] = []
-        self._ladder = Ladder(
-            parts.runner,
-            parts.scheduler,
-            self._find_allowed,
-            lambda row: row in self._overdue,
-            _bundles(parts, options),
-        )
+        self._ladder = Ladder(parts.runner, parts.scheduler, self._mask, _bundles(parts, options))
         draw = random.Random(options.seed).random
         self._auditor = Auditor(options.audit_rate, parts.info.dtype, draw, parts.runner.counts)
         self._draw_seed = _seed_source(options.seed)
@@ -141,10 +134,10 @@ class Engine:
             assert seed is not None, "add() gives each request a seed"
             self._runner.bind(sequence, seed)
         self._runner.state.set_pages(plan.pages)
-        rows = plan.rows if alone is None else [row for row in plan.rows if row is not alone]
-        allowed = self._find_allowed(rows)
+        together = plan.rows if alone is None else [row for row in plan.rows if row is not alone]
+        taken = len(together) < len(plan.rows)
+        rows, allowed = self._mask(together)
         step = self._runner.launch(rows, allowed) if rows else None
-        taken = len(rows) < len(plan.rows)
         self._ladder.turns.planned(taken=taken, others=bool(rows))
         if alone is not None and taken:
             deltas += self._step_alone(alone)
@@ -197,28 +190,16 @@ class Engine:
                 )
         return ended
 
-    def _find_allowed(self, rows: list[Sequence]) -> Tensor | None:
-        """The step's mask of allowed tokens ``[B, W, ceil(V / 32)]``, on the host; ``None`` without a grammar.
-
-        It waits for everything that was launched.
-        """
-        constrained = [(place, row) for place, row in enumerate(rows) if row.constraint is not None]
-        if not constrained:
-            return None
-        words = mask_words(self.info.vocab_size)
-        allowed = torch.full((len(rows), self.info.num_speculative_tokens + 1, words), -1, dtype=torch.int32)
-        drafts = self._runner.read_drafts([row for _, row in constrained])
-        deadline = time.monotonic() + _WALK_ALL_SECONDS
-        for (place, row), row_drafts in zip(constrained, drafts, strict=True):
-            assert row.constraint is not None, "a constrained row has a constraint"
-            output = row.tokens[row.num_prompt :]
-            mask = allowed[place].numpy()
-            if time.monotonic() > deadline or not self._grammars.walker.walk(
-                row.constraint, output, row_drafts, mask
-            ):
-                self._overdue.append(row)
-        self._sync_steps["grammar"] += self._overlap
-        return allowed
+    def _mask(self, rows: list[Sequence]) -> tuple[list[Sequence], Tensor | None]:
+        """The planned rows that can step, and their mask, as ``StepMasks.find``; the plan is without the others."""
+        ready, allowed = self._masks.find(rows)
+        self._sync_steps["grammar"] += self._overlap and allowed is not None
+        if len(ready) < len(rows):
+            stepping = set(ready)
+            left_out = [row for row in rows if row not in stepping]
+            self._scheduler.leave_out(left_out)
+            self._overdue += [row for row in left_out if row.constraint is not None and row.constraint.error]
+        return ready, allowed
 
     def _step_alone(self, row: Sequence) -> list[TokenDelta]:
         """The planned step of a row that faults keep apart from the others; waits for it."""
@@ -229,9 +210,13 @@ class Engine:
         return [] if step is None else self._process(_Launched(step, None, constrained=False))
 
     def _fail_overdue(self) -> list[TokenDelta]:
-        """End the requests whose grammar cannot be followed; their step, which had no mask, is void."""
+        """End the requests whose grammar cannot be followed."""
         overdue, self._overdue = self._overdue, []
-        return [self._scheduler.fail(sequence, _overdue(sequence))[0] for sequence in overdue]
+        ended = []
+        for row in overdue:
+            assert row.constraint is not None and row.constraint.error is not None, "a grammar was refused"
+            ended.append(self._scheduler.fail(row, row.constraint.error)[0])
+        return ended
 
     def _collect(self, launched: _Launched | None) -> list[TokenDelta]:
         """Process the results of this iteration (sync), or of the one before it (overlap)."""
@@ -284,12 +269,6 @@ def _bundles(parts: Parts, options: EngineOptions) -> TripBundles | None:
     if options.nan_bundle_dir is None:
         return None
     return TripBundles(BundleWriter(Path(options.nan_bundle_dir), options, parts.info), parts.runner)
-
-
-def _overdue(sequence: Sequence) -> ErrorInfo:
-    spec = sequence.request.params.grammar
-    message = f"the grammar takes more than {WALK_SECONDS:g} s, or too much memory, to follow in one step"
-    return ErrorInfo("invalid_request", message, spec.param if spec is not None else None)
 
 
 def _seed_source(seed: int | None) -> Callable[[], int]:

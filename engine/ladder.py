@@ -63,8 +63,8 @@ class Ladder:
     ``step_isolated``.
 
     Args:
-        find_allowed: The mask of a constrained row, as the engine finds it for a step.
-        is_overdue: Whether it found none in time: the row has no mask, and the engine ends the request.
+        mask: The rows that can step, and their mask, as the engine finds them; a row without one, whose grammar
+            gave no answer yet, is not in the plan any more.
         bundles: Told of an iteration's first trip before anything is given back.
     """
 
@@ -72,14 +72,12 @@ class Ladder:
         self,
         runner: Runner,
         scheduler: Scheduler,
-        find_allowed: Callable[[list[Sequence]], Tensor | None],
-        is_overdue: Callable[[Sequence], bool],
+        mask: Callable[[list[Sequence]], tuple[list[Sequence], Tensor | None]],
         bundles: BundleSink | None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._find_allowed = find_allowed
-        self._is_overdue = is_overdue
+        self._mask = mask
         self._bundles = bundles
         self._has_bundled = False
         self.turns = Turns()
@@ -151,11 +149,11 @@ class Ladder:
 
     def climb(self, row: Sequence) -> list[TokenDelta]:
         """Run the next step of a rebuilt row, planned but not launched; waits for it."""
+        ready, allowed = self._mask([row])
+        if not ready:
+            return []
         suspicion, row.suspicion = row.suspicion, None
         assert suspicion is not None, "only a suspect climbs"
-        allowed = self._find_allowed([row])
-        if self._is_overdue(row):
-            return []
         reason: ForwardReason = "contract" if suspicion.contract else "retry"
         for verify_drafts in suspicion.rungs:
             step = self._try(row, allowed, verify_drafts, reason)
@@ -168,10 +166,10 @@ class Ladder:
         return [self._fail(result)]
 
     def step_isolated(self, row: Sequence) -> PendingStep | None:
-        """Launch the next step of an isolated row; ``None`` if its grammar cannot be followed."""
+        """Launch the next step of an isolated row; ``None`` if its grammar gave no mask."""
         self.turns.join(row)
-        allowed = self._find_allowed([row])
-        return None if self._is_overdue(row) else self._try(row, allowed, False, "retry")
+        ready, allowed = self._mask([row])
+        return self._try(row, allowed, False, "retry") if ready else None
 
     def _try(
         self, row: Sequence, allowed: Tensor | None, verify_drafts: bool, reason: ForwardReason

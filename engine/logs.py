@@ -14,7 +14,10 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def configure_logs(level: LogLevel, log_format: LogFormat) -> None:
-    """Send everything that is logged to standard error, as lines for people or as JSON objects."""
+    """Send everything that is logged to standard error, as lines for people or as JSON objects.
+
+    Tracebacks show no local variables: those of a request hold its text.
+    """
     shared: list[Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -23,9 +26,11 @@ def configure_logs(level: LogLevel, log_format: LogFormat) -> None:
     ]
     last: list[Processor]
     if log_format == "json":
-        last = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        last = [structlog.processors.ExceptionRenderer(tracebacks), structlog.processors.JSONRenderer()]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        formatter = structlog.dev.RichTracebackFormatter(show_locals=False)
+        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=formatter)]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

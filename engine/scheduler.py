@@ -158,6 +158,11 @@ class Scheduler:
             sequence.steps_in_flight += 1
         return Plan(bound, self._queues.page_updates(), ready, rows, self._share_prefill())
 
+    def leave_out(self, rows: list[Sequence]) -> None:
+        """Take rows out of the plan just made: they are not launched, and a later plan has them again."""
+        for row in rows:
+            row.steps_in_flight -= 1
+
     def process(self, results: list[RowResult]) -> list[TokenDelta]:
         """Take the results of a launched step: keep tokens, end requests, publish blocks.
 

@@ -117,6 +117,13 @@ def random_model(
     return LoadedModel(plan.decoder, plan.draft, _report(config, plan))
 
 
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What `random_model` takes of a device's memory for weights."""
+    plan = _make_plan(config, dtype, torch.device("meta"), max_positions=1)
+    parameters = {id(one): one for module in plan.modules for one in module.parameters()}
+    return sum(one.numel() * one.element_size() for one in parameters.values())
+
+
 def _make_plan(config: ModelConfig, dtype: torch.dtype, device: torch.device, max_positions: int) -> LoadPlan:
     """Modules with storage on ``device``, unfilled, and the checkpoint's names of their parts."""
     rotary, input_major = RotaryTable(config, max_positions, device), device.type == "cpu"

@@ -100,7 +100,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
     """Why a request ended with ``finish_reason="error"``."""
 
     code: str
-    """``invalid_request``, ``numerical_error``, ``engine_dead`` or ``internal_error``."""
+    """``invalid_request``, ``numerical_error``, ``engine_dead``, ``unavailable`` (another try may succeed) or
+    ``internal_error``."""
     message: str
     param: str | None = None
 

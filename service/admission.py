@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from service.errors import ApiError, bad_request
-
-RETRY_SECONDS = 1
+from service.errors import ApiError, bad_request, queue_full
 
 
 class Place:
@@ -41,7 +39,7 @@ class Admission:
 
     @contextmanager
     def place(self) -> Iterator[Place]:
-        """A place in the queue, taken before the body is read so that bodies in memory are bounded too.
+        """A place in the queue, for a request whose body is there: one that is still sent takes none from others.
 
         Raises:
             ApiError: 429: there is none.
@@ -53,20 +51,18 @@ class Admission:
         finally:
             self.num_choices -= place.num_choices
 
+    def check_room(self) -> None:
+        """Refuse a request before its body is read where it would find no place. Raises ``ApiError`` (429)."""
+        if self.num_choices >= self.limit:
+            raise self._full()
+
     def change(self, held: int, wanted: int) -> None:
         """Exchange ``held`` choices for ``wanted``. Raises ``ApiError`` as `Place.claim`."""
         if wanted > self.limit:
             raise bad_request(f"At most {self.limit} choices can run and wait at once, not {wanted}.", "n")
         if self.num_choices - held + wanted > self.limit:
-            raise _queue_full(self.limit)
+            raise self._full()
         self.num_choices += wanted - held
 
-
-def _queue_full(limit: int) -> ApiError:
-    return ApiError(
-        429,
-        f"The queue is full: {limit} choices run or wait already. Try again later.",
-        type="rate_limit_error",
-        code="queue_full",
-        headers={"Retry-After": str(RETRY_SECONDS)},
-    )
+    def _full(self) -> ApiError:
+        return queue_full(f"{self.limit} choices run or wait already")

@@ -64,20 +64,20 @@ class ChatFormat:
         return out.encode(chunk)
 
     def response(self, deltas: Sequence[ChoiceDelta], generation: Generation) -> bytes:
-        head = self.head
+        head, grouped = self.head, by_choice(deltas, generation)
         body = out.ChatCompletion(
             head.id,
             "chat.completion",
             head.created,
             head.model,
-            [self._whole(index, mine) for index, mine in enumerate(by_choice(deltas, generation))],
+            [out.encoded(self._whole(index, mine)) for index, mine in enumerate(grouped)],
             usage(head, generation),
             metrics(generation),
         )
         if head.return_token_ids:
             body.prompt_token_ids = head.prompts[0].token_ids
         if head.prompt_logprobs is not None:
-            scores = deltas[0].prompt_logprobs or ()
+            scores = grouped[0][0].prompt_logprobs or ()
             body.prompt_logprobs = prompt_logprobs(scores, head.prompt_logprobs, self._tokenizer)
         return out.encode(body)
 

@@ -10,6 +10,7 @@ from fastapi import Request
 from engine.client import EngineClient
 from engine.token_bytes import TokenBytes
 from service.admission import Admission
+from service.body_reader import BodyReader
 from service.chat_output import REASONING_MARKS, TOOL_MARKS, ChatMarks
 from service.errors import model_not_found
 from service.lifecycle import Lifecycle
@@ -17,6 +18,7 @@ from service.metrics import ServiceMetrics
 from service.prompts import ModelLimits
 from service.settings import Settings
 from service.text import Tokenizer
+from service.tokenizing import TokenizerQueue
 from service.tracing import Tracer
 
 
@@ -33,6 +35,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start, told by ``/v1/models``."""
     admission: Admission = field(init=False)
+    bodies: BodyReader = field(init=False)
+    tokenizer_queue: TokenizerQueue = field(default_factory=TokenizerQueue)
     chat_marks: ChatMarks = field(init=False)
     chat_token_bytes: TokenBytes = field(init=False)
     """What each token adds to a text in which the marks are looked for."""
@@ -40,6 +44,8 @@ class Service:
     def __post_init__(self) -> None:
         settings = self.settings
         self.admission = Admission(settings.max_num_seqs, settings.max_queued_requests)
+        self.bodies = BodyReader(settings.max_body_bytes, settings.request_timeout)
+        self.lifecycle.on_drain = self.bodies.end_all
         self.chat_marks = ChatMarks.choose(
             settings.reasoning_parser, settings.tool_call_parser, self.tokenizer.has_token
         )

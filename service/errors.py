@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
@@ -15,6 +16,8 @@ from engine.types import ErrorInfo
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
+_log = structlog.get_logger(__name__)
+QUEUE_RETRY_SECONDS = 1
 
 
 class ApiError(Exception):
@@ -76,6 +79,19 @@ def request_timeout() -> ApiError:
     return ApiError(504, message, type=SERVER_ERROR, code="request_timeout")
 
 
+def body_timeout() -> ApiError:
+    """A 408: the body did not arrive in time. The connection is closed, for the rest may never come."""
+    message = "The body was not complete within the time that this server allows."
+    return ApiError(408, message, code="request_timeout", headers={"Connection": "close"})
+
+
+def queue_full(why: str) -> ApiError:
+    """A 429: there is no room now."""
+    headers = {"Retry-After": str(QUEUE_RETRY_SECONDS)}
+    message = f"The queue is full: {why}. Try again later."
+    return ApiError(429, message, type="rate_limit_error", code="queue_full", headers=headers)
+
+
 def engine_dead() -> ApiError:
     """A 503: the engine is gone, so the request was not, or not wholly, served."""
     return unavailable("The engine died; the request was not completed.", "engine_dead", retry_after=5)
@@ -98,6 +114,9 @@ def from_engine(error: ErrorInfo | None) -> ApiError:
         # The engine has tried again already, and the weights stay the same: official clients obey the header
         headers = {"x-should-retry": "false"}
         return ApiError(500, error.message, type=SERVER_ERROR, code=error.code, headers=headers)
+    if error.code == "unavailable":
+        return unavailable(error.message, error.code)
+    _log.error("engine_error", code=error.code, message=error.message)
     return internal_error()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import astuple
 
 from engine.types import TokenLogprobs
 from service import responses as out
@@ -36,6 +37,12 @@ class ResponseHead(NamedTuple):
     new_chat_output: Callable[[], ChatOutput] | None = None
     """Makes what tells reasoning and tool calls of a choice from its content, where that is wanted."""
 
+    @property
+    def prompt_size(self) -> int:
+        """Prompt tokens that the choices tell as text or as ids, about."""
+        told = self.echo or self.return_token_ids
+        return self.n * sum(len(prompt.token_ids) for prompt in self.prompts) if told else 0
+
 
 class Format(Protocol):
     """One endpoint's shapes. All bytes are JSON."""
@@ -58,6 +65,14 @@ class Format(Protocol):
     def response(self, deltas: Sequence[ChoiceDelta], generation: Generation) -> bytes:
         """The whole answer."""
         ...
+
+
+class _PromptPart(NamedTuple):
+    """What each choice of a prompt tells of it."""
+
+    text: str
+    logprobs: out.CompletionLogprobs | None
+    prompt_logprobs: out.PromptLogprobs | UnsetType
 
 
 class CompletionFormat:
@@ -83,12 +98,13 @@ class CompletionFormat:
             yield self._encode([choice])
 
     def chunk(self, delta: ChoiceDelta) -> bytes | None:
-        if not worth_a_chunk(delta, self.head) and not self._echoes_scores(delta):
+        prompt = self.head.prompts[delta.choice // self.head.n]
+        scores = self._echoed_scores(prompt, delta)
+        if scores is None and not worth_a_chunk(delta, self.head):
             return None
-        text = delta.text
-        if self._echoes_scores(delta):
-            text = self._echoed(self.head.prompts[delta.choice // self.head.n]) + text
-        choice = out.CompletionChoice(delta.choice, text, self._logprobs([delta]), delta.finish_reason)
+        text = delta.text if scores is None else self._echoed(prompt) + delta.text
+        logprobs = self._logprobs(scores, [delta])
+        choice = out.CompletionChoice(delta.choice, text, logprobs, delta.finish_reason)
         if delta.finish_reason is not None:
             choice.stop_reason = delta.stop_reason
         if self.head.return_token_ids:
@@ -100,22 +116,29 @@ class CompletionFormat:
         return self._final([], generation)
 
     def response(self, deltas: Sequence[ChoiceDelta], generation: Generation) -> bytes:
-        choices = [self._whole(index, mine) for index, mine in enumerate(by_choice(deltas, generation))]
-        return self._final(choices, generation)
+        n, grouped = self.head.n, by_choice(deltas, generation)
+        # The first choice of each prompt brings what all of them tell of it
+        parts = [self._of_prompt(place, first[0]) for place, first in enumerate(grouped[::n])]
+        whole = (self._whole(index, parts[index // n], mine) for index, mine in enumerate(grouped))
+        return self._final([out.encoded(choice) for choice in whole], generation)
 
-    def _whole(self, index: int, deltas: Sequence[ChoiceDelta]) -> out.CompletionChoice:
+    def _of_prompt(self, place: int, first: ChoiceDelta) -> _PromptPart:
+        head = self.head
+        prompt, scores = head.prompts[place], first.prompt_logprobs or ()
+        ranked: out.PromptLogprobs | UnsetType = UNSET
+        if head.prompt_logprobs is not None:
+            ranked = prompt_logprobs(scores, head.prompt_logprobs, self._tokenizer)
+        return _PromptPart(self._echoed(prompt), self._echoed_scores(prompt, first), ranked)
+
+    def _whole(self, index: int, part: _PromptPart, deltas: Sequence[ChoiceDelta]) -> out.CompletionChoice:
         head, last = self.head, deltas[-1]
-        prompt = head.prompts[index // head.n]
-        text = self._echoed(prompt) + "".join(delta.text for delta in deltas)
-        choice = out.CompletionChoice(
-            index, text, self._logprobs(deltas), last.finish_reason, last.stop_reason
-        )
+        text = part.text + "".join(delta.text for delta in deltas)
+        logprobs = self._logprobs(part.logprobs, deltas)
+        choice = out.CompletionChoice(index, text, logprobs, last.finish_reason, last.stop_reason)
         if head.return_token_ids:
             choice.token_ids = [token_id for delta in deltas for token_id in delta.token_ids]
-            choice.prompt_token_ids = prompt.token_ids
-        if head.prompt_logprobs is not None:
-            scores = deltas[0].prompt_logprobs or ()
-            choice.prompt_logprobs = prompt_logprobs(scores, head.prompt_logprobs, self._tokenizer)
+            choice.prompt_token_ids = head.prompts[index // head.n].token_ids
+        choice.prompt_logprobs = part.prompt_logprobs
         return choice
 
     def _encode(self, choices: list[out.CompletionChoice]) -> bytes:
@@ -134,28 +157,27 @@ class CompletionFormat:
     def _echoed(self, prompt: EncodedPrompt) -> str:
         return prompt_text(prompt, self._tokenizer) if self.head.echo else ""
 
-    def _echoes_scores(self, delta: ChoiceDelta) -> bool:
-        """Whether ``delta`` brings the log-probabilities of an echoed prompt."""
-        return self.head.echo and self.head.logprobs is not None and delta.prompt_logprobs is not None
-
-    def _logprobs(self, deltas: Sequence[ChoiceDelta]) -> out.CompletionLogprobs | None:
-        echoing = self._echoes_scores(deltas[0])
-        if not echoing and all(delta.logprobs is None for delta in deltas):
+    def _echoed_scores(self, prompt: EncodedPrompt, first: ChoiceDelta) -> out.CompletionLogprobs | None:
+        """The log-probabilities of an echoed prompt, if ``first`` brings them."""
+        if not self.head.echo or self.head.logprobs is None or first.prompt_logprobs is None:
             return None
-        told = out.CompletionLogprobs([], [], [], [])
-        if echoing:
-            self._tell_prompt(deltas[0], told)
+        token_ids = prompt.token_ids
+        offsets = prompt_offsets(token_ids, self._tokenizer)
+        told = out.CompletionLogprobs(offsets, [None], [self._tokenizer.token_text(token_ids[0])], [None])
+        self._tell(told, first.prompt_logprobs)
+        return told
+
+    def _logprobs(
+        self, prompt: out.CompletionLogprobs | None, deltas: Sequence[ChoiceDelta]
+    ) -> out.CompletionLogprobs | None:
+        """Those of a choice behind those of its ``prompt``, which are left as they are."""
+        if prompt is None and all(delta.logprobs is None for delta in deltas):
+            return None
+        known = () if prompt is None else astuple(prompt)
+        told = out.CompletionLogprobs(*map(list, known)) if known else out.CompletionLogprobs([], [], [], [])
         self._tell(told, [entry for delta in deltas for entry in delta.logprobs or ()])
         told.text_offset += [offset for delta in deltas for offset in delta.offsets or ()]
         return told
-
-    def _tell_prompt(self, delta: ChoiceDelta, told: out.CompletionLogprobs) -> None:
-        token_ids = self.head.prompts[delta.choice // self.head.n].token_ids
-        told.text_offset += prompt_offsets(token_ids, self._tokenizer)
-        told.tokens.append(self._tokenizer.token_text(token_ids[0]))
-        told.token_logprobs.append(None)
-        told.top_logprobs.append(None)
-        self._tell(told, delta.prompt_logprobs or ())
 
     def _tell(self, told: out.CompletionLogprobs, entries: Sequence[TokenLogprobs]) -> None:
         told.tokens += [self._tokenizer.token_text(entry.token_id) for entry in entries]
@@ -169,6 +191,17 @@ class CompletionFormat:
         for token_id, logprob in (*entry.top[: self.head.logprobs], (entry.token_id, entry.logprob)):
             top.setdefault(text(token_id), finite(logprob))
         return top
+
+
+def answer_size(deltas: Sequence[ChoiceDelta], head: ResponseHead) -> int:
+    """Characters and log-probabilities, about, that a format tells of ``deltas``."""
+    size = sum(len(delta.text) for delta in deltas)
+    if head.logprobs is None and head.prompt_logprobs is None:
+        return size
+    width = 1 + max(head.logprobs or 0, head.prompt_logprobs or 0)
+    # Each choice tells the scores of its prompt, which a whole answer has once
+    scores = (len(delta.logprobs or ()) + head.n * len(delta.prompt_logprobs or ()) for delta in deltas)
+    return size + width * sum(scores)
 
 
 def worth_a_chunk(delta: ChoiceDelta, head: ResponseHead) -> bool:

@@ -2,76 +2,77 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from fastapi import Request
 
+from service.body_reader import BodyReader
 from service.errors import ApiError, bad_request
-
-DISCARD_LIMIT = 64 * 1024 * 1024
-"""Bytes of a refused body that are read and dropped: a client that is still sending when the connection
-closes may never see the answer."""
 
 LARGE_FIELDS = frozenset({"prompt", "messages", "tools", "tokens"})
 """Fields that may be as long as the body; every other one has a limit of its own."""
 MAX_FIELD_BYTES = 256 * 1024
 
+# One at a time, beside the event loop: the objects of a body may need many times its memory
+_PARSER = ThreadPoolExecutor(1, "json")
 _BY_FIELD = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Groups of \uXXXX escapes, each preceded by an even number of backslashes.
 _ESCAPES = re.compile(rb"(?<!\\)(?:\\\\)*((?:\\u[0-9a-fA-F]{4})+)")
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
+async def read_json_object(request: Request, bodies: BodyReader) -> dict[str, Any]:
     """The body of ``request`` as a JSON object.
 
-    Strict: UTF-8 only, no NaN or infinities, no lone surrogates, bounded depth and size.
+    Strict: UTF-8 only, no NaN or infinities, no lone surrogates, no key twice, bounded depth and size.
 
     Args:
         request: A request whose body was not read yet.
-        max_bytes: Largest body accepted.
+        bodies: Reads it.
 
     Raises:
-        ApiError: 400, 413 or 415.
+        ApiError: 400, 415, or as `BodyReader.read`.
         starlette.requests.ClientDisconnect: The client went away while sending.
     """
     content_type = request.headers.get("content-type", "application/json")
     if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
-    return parse_json_object(await _read(request, max_bytes))
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= max_bytes:
-            parts.append(part)
-        elif size > max_bytes + DISCARD_LIMIT:
-            break
-    if size > max_bytes:
-        raise ApiError(413, f"The body is longer than {max_bytes} bytes.", code="request_too_large")
-    return b"".join(parts)
+        raise _unsupported("The Content-Type must be application/json.")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        message = f"The Content-Encoding {encoding[:100]!r} is not supported: send the body as it is."
+        raise _unsupported(message)
+    raw = await bodies.read(request)
+    if len(raw) <= MAX_FIELD_BYTES:
+        return parse_json_object(raw)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse_json_object, raw)
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """``raw`` as a JSON object. Raises ``ApiError`` (400, code ``invalid_json``, or naming a huge field)."""
+    """``raw`` as a JSON object. Raises ``ApiError`` (400, code ``invalid_json``, or naming a field)."""
     try:
-        raw.decode("utf-8")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise _invalid(f"not valid UTF-8 at byte {exc.start}") from None
+    fields = _fields(raw)
     if len(raw) > MAX_FIELD_BYTES:
-        _refuse_huge_fields(raw)
+        _refuse_huge(fields)
     try:
         with _no_collection():
             value = msgspec.json.decode(raw)
+            # With as many colons as fields there is no other key; so for lists of a million token ids
+            if raw.count(b":") != len(fields):
+                json.loads(text, object_pairs_hook=_refuse_duplicates)
     except RecursionError:
         raise _invalid("nested too deeply") from None
+    except msgspec.ValidationError as exc:  # well-formed, but a number does not fit
+        raise _out_of_range(fields, exc) from None
     except (msgspec.MsgspecError, ValueError) as exc:
         offset = _lone_surrogate(raw)
         if offset is not None:
@@ -82,16 +83,39 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _refuse_huge_fields(raw: bytes) -> None:
-    """Scanning costs a fiftieth of decoding, during which the event loop stands still."""
+def _fields(raw: bytes) -> dict[str, msgspec.Raw]:
+    """The fields of an object, unread. Scanning costs a fiftieth of decoding."""
     try:
-        fields = _BY_FIELD.decode(raw)
+        return _BY_FIELD.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        return  # not an object, or malformed: told by who decodes it
+        return {}  # not an object, or malformed: told by who decodes it
+
+
+def _refuse_huge(fields: Mapping[str, msgspec.Raw]) -> None:
     for name, field in fields.items():
         if name not in LARGE_FIELDS and len(memoryview(field)) > MAX_FIELD_BYTES:
             message = f"{name[:100]}: longer than {MAX_FIELD_BYTES} bytes."
             raise bad_request(message, name[:100])
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    """Raises ``ApiError`` if two of the pairs of one object have the same key; a decoder would keep the last."""
+    if len(dict(pairs)) == len(pairs):
+        return
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise bad_request(f"{key[:100]}: the key is there twice in one object.", key[:100])
+        seen.add(key)
+
+
+def _out_of_range(fields: Mapping[str, msgspec.Raw], error: msgspec.ValidationError) -> ApiError:
+    for name, field in fields.items():
+        try:
+            msgspec.json.decode(field)
+        except msgspec.ValidationError:
+            return bad_request(f"{name[:100]}: holds a number that is out of range.", name[:100])
+    return _invalid(str(error))  # not an object
 
 
 @contextmanager
@@ -102,6 +126,10 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def _unsupported(message: str) -> ApiError:
+    return ApiError(415, message, code="unsupported_media_type")
 
 
 def _invalid(why: str) -> ApiError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -11,7 +11,7 @@ import structlog
 
 from engine.client import EngineClient
 from engine.errors import EngineError
-from service.errors import unavailable
+from service.errors import ApiError, unavailable
 from service.generation import Generation
 
 ServiceState = Literal["starting", "ready", "draining", "dead"]
@@ -34,6 +34,8 @@ class Lifecycle:
         self._start_task: asyncio.Task[None] | None = None
         self.failure: EngineError | None = None
         """Why the engine did not start."""
+        self.on_drain: Callable[[ApiError], None] = lambda error: None
+        """Called when a drain begins, with what requests that are not accepted yet are told."""
 
     @property
     def state(self) -> ServiceState:
@@ -60,13 +62,18 @@ class Lifecycle:
 
     def check_accepting(self) -> None:
         """Refuse work while there is no engine to do it. Raises ``ApiError`` (503)."""
+        if (refusal := self._refusal()) is not None:
+            raise refusal
+
+    def _refusal(self) -> ApiError | None:
         state = self.state
         if state == "starting":
-            raise unavailable("The engine is starting.", "engine_starting", retry_after=5)
+            return unavailable("The engine is starting.", "engine_starting", retry_after=5)
         if state == "draining":
-            raise unavailable("The server is shutting down.", "shutting_down", retry_after=5)
+            return unavailable("The server is shutting down.", "shutting_down", retry_after=5)
         if state == "dead":
-            raise unavailable("The engine is dead.", "engine_dead", retry_after=5)
+            return unavailable("The engine is dead.", "engine_dead", retry_after=5)
+        return None
 
     @contextmanager
     def running(self, generation: Generation) -> Iterator[None]:
@@ -90,6 +97,9 @@ class Lifecycle:
             Whether all finished by themselves.
         """
         self._draining = True
+        refusal = self._refusal()
+        assert refusal is not None, "draining, yet accepting"
+        self.on_drain(refusal)
         if await self._idle_within(timeout):
             return True
         _log.warning("drain_timeout", generations_left=len(self._live))

@@ -12,6 +12,9 @@ from service.schema_fields import Body, bounded, invalid, missing
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024
+MAX_ALL_PARTS = 8192
+MAX_ALL_TOOL_CALLS = 2048
+"""Most parts and tool calls of all messages: each is validated and rendered by itself."""
 MAX_TOOLS = 128
 
 
@@ -25,9 +28,24 @@ def _content_text(value: object) -> str:
         invalid(f"At most {MAX_PARTS} parts are possible")
     texts = [part.get("text") if isinstance(part, dict) else None for part in value]
     for part, text in zip(value, texts, strict=True):
-        if not isinstance(text, str) or part.keys() != {"type", "text"} or part["type"] != "text":
+        given = {key for key, item in part.items() if item is not None} if isinstance(text, str) else None
+        if given != {"type", "text"} or part["type"] != "text":
             invalid('Only parts {"type": "text", "text": "..."} are supported')
     return "\n".join(text for text in texts if text is not None)
+
+
+def _bounded_in_all(value: object) -> object:
+    """Refuse a conversation of very many parts or tool calls before any of them is validated."""
+    if not isinstance(value, list):
+        return value
+    for field, limit, what in (
+        ("content", MAX_ALL_PARTS, "content parts"),
+        ("tool_calls", MAX_ALL_TOOL_CALLS, "tool calls"),
+    ):
+        given = (message.get(field) for message in value if isinstance(message, dict))
+        if sum(len(entries) for entries in given if isinstance(entries, list)) > limit:
+            invalid(f"At most {limit} {what} are possible in all messages")
+    return value
 
 
 class CalledFunction(Body):
@@ -68,6 +86,14 @@ class Message(Body):
             if self.role == "tool":
                 raise missing(f"{param}.tool_call_id")
             raise bad_request(f"{param}.tool_call_id: only a tool's message has it.", f"{param}.tool_call_id")
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all its texts, those of tool calls included."""
+        texts = [self.content, self.name, self.reasoning_content, self.tool_call_id]
+        for call in self.tool_calls:
+            texts += [call.id, call.function.name, call.function.arguments]
+        return sum(len(text) for text in texts if text is not None)
 
     def as_variables(self) -> dict[str, Any]:
         """The message as the chat template sees it; templates know ``developer`` as ``system``."""
@@ -111,7 +137,9 @@ def _known_choice(value: object) -> object:
 class Conversation(Body):
     """What the chat template makes a prompt of."""
 
-    messages: Annotated[list[Message], Field(min_length=1), bounded(MAX_MESSAGES)]
+    messages: Annotated[
+        list[Message], Field(min_length=1), BeforeValidator(_bounded_in_all), bounded(MAX_MESSAGES)
+    ]
     tools: Annotated[list[Tool], bounded(MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[
         Literal["none", "auto"] | None,

@@ -6,12 +6,33 @@ from collections.abc import Sequence
 
 from engine.types import TokenLogprobs
 from service.detokenize import Detokenizer
+from service.errors import bad_request
 from service.prompts import EncodedPrompt
 from service.responses import PromptLogprob, PromptLogprobs
+from service.schemas import ChatBody, GenerationBody
 from service.text import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON cannot hold (as in OpenAI's API)."""
+
+MAX_SCORES = 1 << 18
+"""Most log-probabilities of prompt tokens in an answer, each token's own included: some 17 MB."""
+
+
+def check_scores(body: GenerationBody, prompts: Sequence[EncodedPrompt]) -> None:
+    """Refuse an answer with very many log-probabilities of prompt tokens. Raises ``ApiError`` (400)."""
+    wanted = 0 if body.prompt_logprobs is None else 1 + body.prompt_logprobs
+    if body.echoes and body.num_logprobs is not None:
+        wanted += 1 + body.num_logprobs
+    copies = 1 if isinstance(body, ChatBody) else body.n  # a chat's prompt is told of once
+    count = wanted * copies * sum(len(prompt.token_ids) for prompt in prompts)
+    if count > MAX_SCORES:
+        param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        raise bad_request(
+            f"{param}: the answer would have {count} log-probabilities of prompt tokens (prompts x n x tokens x "
+            f"alternatives), at most {MAX_SCORES} are possible.",
+            param,
+        )
 
 
 def finite(logprob: float) -> float:

@@ -16,8 +16,10 @@ from service.text import Tokenizer
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them gains nothing and overflows."""
-_INLINE_CHARS = 8192
+INLINE_CHARS = 8192
 """Longer texts are tokenised in a thread, so that the event loop keeps its pace."""
+_ITEM_CHARS = 64
+"""What a message or a tool call without any text costs, in characters."""
 
 _Result = TypeVar("_Result")
 
@@ -106,13 +108,13 @@ async def encode_chat(body: Conversation, limits: ModelLimits) -> list[EncodedPr
     Raises:
         ApiError: 400 naming ``messages`` or ``tools``.
     """
-    text = await render_chat(body, limits.tokenizer)
+    text = await run(lambda: render_chat(body, limits.tokenizer), _render_cost(body))
     (token_ids,) = await _encode_texts([text], limits, "messages", add_special_tokens=body.add_special_tokens)
     _check_length(token_ids, limits, "messages")
     return [EncodedPrompt(token_ids, text)]
 
 
-async def render_chat(body: Conversation, tokenizer: Tokenizer) -> str:
+def render_chat(body: Conversation, tokenizer: Tokenizer) -> str:
     """The prompt's text. Raises ``ApiError`` as `encode_chat`."""
     messages = [message.as_variables() for message in body.messages]
     variables = dict(body.chat_template_kwargs)
@@ -121,16 +123,20 @@ async def render_chat(body: Conversation, tokenizer: Tokenizer) -> str:
             message = "tools: the model's chat template has no place for them."
             raise bad_request(message, "tools", "unsupported_parameter")
         variables["tools"] = [tool.as_variables() for tool in tools]
-
-    def render() -> str:
+    try:
         return tokenizer.render_chat(
             messages, add_generation_prompt=body.add_generation_prompt, variables=variables
         )
-
-    try:
-        return await run(render, sum(len(message["content"] or "") for message in messages))
     except ChatTemplateError as exc:
         raise bad_request(str(exc), "messages", "chat_template_error") from exc
+
+
+def _render_cost(body: Conversation) -> int:
+    """Characters that `render_chat` goes through, about. Tools are not measured: they count as many."""
+    if body.offered_tools:
+        return INLINE_CHARS + 1
+    items = sum(1 + len(message.tool_calls) for message in body.messages)
+    return _ITEM_CHARS * items + sum(message.num_chars for message in body.messages)
 
 
 def sampling_params(body: GenerationBody, num_prompt: int, limits: ModelLimits) -> SamplingParams:
@@ -232,7 +238,7 @@ async def _encode_texts(
 
 async def run(work: Callable[[], _Result], num_chars: int) -> _Result:
     """``work()`` on ``num_chars`` characters: in a thread if that takes long."""
-    return work() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(work)
+    return work() if num_chars <= INLINE_CHARS else await asyncio.to_thread(work)
 
 
 def _check_length(token_ids: list[int], limits: ModelLimits, param: str) -> None:

@@ -6,7 +6,7 @@ where OpenAI's clients expect null.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,6 +15,14 @@ from service.spec_stats import SpeculativeDecoding
 
 Reason = Literal["stop", "length", "tool_calls"]
 encode = msgspec.json.Encoder().encode
+
+
+_Part = TypeVar("_Part")
+
+
+def encoded(part: _Part) -> _Part:
+    """``part`` as JSON, which `encode` copies. Encoding holds the GIL: by parts, a long answer does so shortly."""
+    return cast(_Part, msgspec.Raw(encode(part)))
 
 
 class PromptTokensDetails(msgspec.Struct):

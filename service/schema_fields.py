@@ -50,9 +50,9 @@ def bounded(limit: int) -> BeforeValidator:
 
 
 def token_id_keys(value: dict[str, float]) -> dict[str, float]:
-    """Refuse keys that are not token ids written as text."""
+    """Refuse keys that are not token ids written as text, and second spellings of one, as 01."""
     for key in value:
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and key == str(int(key))):
             invalid(f"Keys must be token ids, not {key[:SHOWN]!r}")
     return value
 

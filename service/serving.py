@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -20,11 +21,11 @@ from engine.types import Request as EngineRequest
 from service.context import Service, service_of
 from service.detokenize import ChoiceText
 from service.errors import request_timeout
-from service.formats import Format, ResponseHead
+from service.formats import Format, ResponseHead, answer_size
 from service.generation import ChoiceDelta, ChoicePlan, Generation
 from service.json_body import read_json_object
-from service.prompt_scores import prompt_text
-from service.prompts import EncodedPrompt, ModelLimits, choice_seed, sampling_params
+from service.prompt_scores import check_scores, prompt_text
+from service.prompts import EncodedPrompt, ModelLimits, choice_seed, run, sampling_params
 from service.schemas import ChatBody, GenerationBody, parse_body
 from service.streaming import DONE, EventStream, event, while_connected
 from service.text import Tokenizer
@@ -48,15 +49,19 @@ class Job:
         form, generation = self.form, self.generation
         with self.service.lifecycle.running(generation):
             async with aclosing(generation.batches()) as batches:
-                opening = [event(chunk) for chunk in form.opening()]
+                opening = await run(lambda: [event(chunk) for chunk in form.opening()], form.head.prompt_size)
                 async for batch in batches:
-                    chunks = [form.chunk(delta) for delta in batch]
-                    events = opening + [event(chunk) for chunk in chunks if chunk is not None]
+                    new = await run(partial(self._new_events, batch), answer_size(batch, form.head))
+                    events = opening + new
                     opening = []
                     if events:
                         yield b"".join(events)
             usage = event(form.usage_chunk(generation)) if self.body.include_usage else b""
             yield usage + DONE
+
+    def _new_events(self, batch: Sequence[ChoiceDelta]) -> list[bytes]:
+        chunks = [self.form.chunk(delta) for delta in batch]
+        return [event(chunk) for chunk in chunks if chunk is not None]
 
     async def whole(self) -> bytes:
         """The whole answer. Raises ``ApiError``."""
@@ -65,7 +70,9 @@ class Job:
             async with aclosing(self.generation.batches()) as batches:
                 async for batch in batches:
                     deltas.extend(batch)
-        return self.form.response(deltas, self.generation)
+        form = self.form
+        size = form.head.prompt_size + answer_size(deltas, form.head)
+        return await run(lambda: form.response(deltas, self.generation), size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +96,9 @@ class Endpoint(Generic[AnyBody]):
         service = service_of(request)
         state = request.state
         service.lifecycle.check_accepting()
+        service.admission.check_room()
+        value = await read_json_object(request, service.bodies)
         place = state.closing.enter_context(service.admission.place())
-        value = await read_json_object(request, service.settings.max_body_bytes)
         job = await self.prepare(service, value, state.arrival_time)
         place.claim(len(job.generation.choices))
         state.closing.callback(_log_end, state.request_id, job)
@@ -112,6 +120,7 @@ class Endpoint(Generic[AnyBody]):
         model = service.check_model(body.model)
         limits = service.limits()
         prompts = await self.encode(body, limits)
+        check_scores(body, prompts)
         service.lifecycle.check_accepting()  # again: tokenising may have taken a while
         head = ResponseHead(
             id=f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -169,10 +178,16 @@ def _plan(
         if offset is not None and body.echoes:
             offset = len(prompt_text(prompt, limits.tokenizer))
         for choice in range(body.n):
+            # A whole answer tells them when all is there, so that one choice's can stand for all
+            scored = body.stream or choice == 0
             request = EngineRequest(
                 request_id=f"{head.id}-{len(plans)}",
                 prompt_token_ids=prompt.token_ids,
-                params=replace(params[index], seed=choice_seed(body.seed, choice)),
+                params=replace(
+                    params[index],
+                    seed=choice_seed(body.seed, choice),
+                    prompt_logprobs=params[index].prompt_logprobs if scored else None,
+                ),
                 arrival_time=arrival_time,
                 priority=body.priority,
             )

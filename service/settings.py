@@ -135,7 +135,8 @@ class Settings(BaseSettings):
     request_timeout: float | None = _option(
         None,
         "Server",
-        "Seconds that a request may take from its arrival to its end; after it 504. Default: no limit.",
+        "Seconds that a request may take from its arrival to its end; after it 504 (408 if its body is not there "
+        "yet). Default: no limit.",
         gt=0.0,
         allow_inf_nan=False,
     )

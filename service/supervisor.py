@@ -75,7 +75,8 @@ class SupervisedClient:
 
     @property
     def progress(self) -> Progress | None:
-        return self._client.progress
+        # Until the next engine begins to start there is only what the dead one told
+        return None if self._client.state == "dead" else self._client.progress
 
     async def start(self) -> None:
         await self._client.start()

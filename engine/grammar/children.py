@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -25,14 +26,13 @@ _starting = threading.Lock()
 
 
 class Child:
-    """A process that says ``None`` when it is ready. Close it, in whatever way it ends.
+    """A process that sends ``None`` first, when it is ready. Close it, in whatever way it ends.
 
     Args:
         target: Called in the process with its end of the connection and ``args``.
 
     Raises:
-        TimeoutError: It does not start.
-        EOFError: It ended at once.
+        EOFError, OSError: It cannot be started.
     """
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
@@ -46,20 +46,25 @@ class Child:
             self._process.start()
         theirs.close()
         watched.close()
-        try:
-            if not self.connection.poll(START_SECONDS):
-                raise TimeoutError(f"no process for grammars after {START_SECONDS:g} s")
-            self.connection.recv()
-        except BaseException:
-            self.close()
-            raise
 
-    def close(self) -> None:
-        """End the process, whatever it does."""
+    def receive(self, seconds: float) -> Any:
+        """The next message.
+
+        Raises:
+            TimeoutError: None came in time.
+            EOFError, OSError: The process ended.
+        """
+        if not self.connection.poll(seconds):
+            raise TimeoutError(f"no answer after {seconds:g} s")
+        return self.connection.recv()
+
+    def close(self) -> int | None:
+        """End the process, whatever it does; its exit code. Idempotent."""
         self._process.kill()
         self._process.join()
         self.connection.close()
         self._lifeline.close()
+        return self._process.exitcode
 
 
 def _run(watched: Connection, target: Callable[..., None], *args: Any) -> None:
@@ -70,16 +75,18 @@ def _run(watched: Connection, target: Callable[..., None], *args: Any) -> None:
     """
     descriptor = watched.fileno()
     signal.signal(signal.SIGIO, signal.SIG_DFL)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | fcntl.FASYNC)
-    target(*args)
+    with suppress(EOFError, ConnectionError):  # the engine is gone, and the signal not here yet
+        target(*args)
 
 
-def compile_one(connection: Connection, spec: GrammarSpec, table: list[bytes], cpu_seconds: int) -> None:
+def compile_one(connection: Connection, spec: GrammarSpec, table: list[bytes], time_limit: float) -> None:
     """Target of a ``Child``: see ``job.run``."""
     from engine.grammar import job
 
-    job.run(connection, spec, table, cpu_seconds)
+    job.run(connection, spec, table, time_limit)
 
 
 def follow_all(connection: Connection, table: list[bytes]) -> None:

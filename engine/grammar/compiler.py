@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import signal
 import threading
 from collections import OrderedDict
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from engine.errors import ConfigError, RequestError
 from engine.grammar import children
+from engine.grammar.limits import OUT_OF_TIME
 from engine.grammar.walker import Constraint, GrammarWalker
 from engine.token_bytes import read_tokenizer, token_bytes
 from engine.types import ErrorInfo, GrammarSpec, Request
 
 COMPILE_SECONDS = 5.0
 """Default for ``time_limit``."""
+PATIENCE = 4
+"""Most time of the clock for one compilation, in its ``time_limit``: a loaded machine takes longer."""
 MAX_CHARS = 1 << 16
 """Longest text of a grammar."""
 WORKERS = 2
@@ -25,9 +29,18 @@ CACHE_ENTRIES = 256
 CACHE_BYTES = 256 << 20
 """Bounds of the grammars that are kept compiled, those of running requests aside."""
 
+_CRASHES = frozenset({-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV})
+"""Exit codes of a process that ran into its limit of memory, or of the stack, where the library does not look."""
+
+logger = logging.getLogger(__name__)
+
 
 class _Refused(Exception):
     """The grammar, or the tokenizer, is at fault."""
+
+
+class _Interrupted(Exception):
+    """Something else than the grammar ended the compilation: another one may succeed."""
 
 
 class GrammarCompiler:
@@ -37,7 +50,7 @@ class GrammarCompiler:
         tokenizer_dir: Directory of ``tokenizer.json``.
         vocab_size: Ids of the model.
         eos_token_ids: The model's end-of-sequence ids, which are no text.
-        time_limit: Most seconds of one compilation.
+        time_limit: Most seconds of processor time of one compilation.
     """
 
     def __init__(
@@ -55,7 +68,7 @@ class GrammarCompiler:
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._table: list[bytes] | None = None
-        self._walker: GrammarWalker | None = None
+        self._walkers: dict[bool, GrammarWalker] = {}
         self._compiled: OrderedDict[GrammarSpec, Future[str]] = OrderedDict()
         self._waiting: dict[str, tuple[Request, Future[str]]] = {}
 
@@ -110,32 +123,34 @@ class GrammarCompiler:
         """Return when a waiting request can be taken, or after ``seconds``."""
         wait([future for _, future in self._waiting.values()], seconds, FIRST_COMPLETED)
 
-    @property
-    def walker(self) -> GrammarWalker:
-        """Follows the grammars that were compiled here."""
-        if self._walker is None:
+    def walker(self, *, slow: bool = False) -> GrammarWalker:
+        """Follows the grammars that were compiled here; another one those that are slow, for the others' sake."""
+        if slow not in self._walkers:
             assert self._table is not None, "a constraint was compiled for a vocabulary"
-            self._walker = GrammarWalker(self._table)
-        return self._walker
+            self._walkers[slow] = GrammarWalker(self._table)
+        return self._walkers[slow]
 
     def close(self) -> None:
         """Start nothing more; what is being compiled ends by its own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._walker is not None:
-            self._walker.close()
+        for walker in self._walkers.values():
+            walker.close()
 
     def _outcome(self, request: Request) -> Constraint | ErrorInfo:
         _, future = self._waiting.pop(request.request_id)
-        error = future.exception()
-        if error is None:
-            return Constraint(future.result(), request.params.stop_token_ids)
         spec = request.params.grammar
         assert spec is not None, "submit() takes requests with a grammar"
+        error = future.exception()
+        if error is None:
+            return Constraint(future.result(), request.params.stop_token_ids, spec.param)
         if isinstance(error, _Refused):
             return ErrorInfo("invalid_request", str(error), spec.param)
         # Not the grammar's fault: the next request tries again
         self._compiled.pop(spec, None)
-        return ErrorInfo("internal_error", f"the grammar could not be compiled: {error}")
+        if isinstance(error, _Interrupted):
+            logger.warning("a compilation was interrupted: %s", error)
+            return ErrorInfo("unavailable", "the compilation of the grammar was interrupted; try again")
+        return ErrorInfo("internal_error", f"the grammar could not be compiled: {error!r}")
 
     def _evict(self) -> None:
         """Drop the grammars that were not used for longest."""
@@ -171,25 +186,34 @@ class GrammarCompiler:
 
 
 def _compile_apart(spec: GrammarSpec, table: list[bytes], time_limit: float) -> str:
-    """Compile in a process that is ended at the time limit; the serialised grammar.
+    """Compile in a process that has limits of time and memory; the serialised grammar.
 
     Raises:
         _Refused: The grammar is at fault.
+        _Interrupted: The process did not start, was ended from outside, or got too little of the processor.
     """
-    child = children.Child(children.compile_one, spec, table, int(time_limit) + 1)
     try:
-        return _receive(child.connection, time_limit)
-    except EOFError:
-        raise _Refused("the grammar needs too much memory or is nested too deeply") from None
+        child = children.Child(children.compile_one, spec, table, time_limit)
+    except (EOFError, OSError) as exc:
+        raise _Interrupted(f"no process: {exc!r}") from exc
+    try:
+        child.receive(children.START_SECONDS)
+        compiled, text = child.receive(PATIENCE * time_limit)
+    except (EOFError, OSError) as exc:
+        raise _reason(exc, child.close(), time_limit) from None
     finally:
         child.close()
-
-
-def _receive(connection: Connection, time_limit: float) -> str:
-    """The job's result. Raises ``_Refused`` or, where the process is gone, ``EOFError``."""
-    if not connection.poll(time_limit):
-        raise _Refused(f"the grammar takes more than {time_limit:g} s to compile")
-    compiled, text = connection.recv()
     if not compiled:
         raise _Refused(f"the grammar is not valid: {text}")
     return str(text)
+
+
+def _reason(found: Exception, exit_code: int | None, time_limit: float) -> Exception:
+    """Why a process gave no answer."""
+    if exit_code == OUT_OF_TIME:
+        return _Refused(f"the grammar takes more than {time_limit:g} s to compile")
+    if exit_code in _CRASHES:
+        return _Refused("the grammar needs too much memory or is nested too deeply")
+    if exit_code == 1:
+        return found  # an error of our own, whose traceback is in the log
+    return _Interrupted(f"{found!r}, exit code {exit_code}")

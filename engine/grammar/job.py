@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import xgrammar
 
-from engine.grammar.limits import limit_memory
+from engine.grammar.limits import limit_memory, limit_time
 from engine.types import GrammarSpec
 
 MEMORY_BYTES = 1 << 30
@@ -111,19 +110,18 @@ def _types(schema: dict[str, Any]) -> list[Any]:
     return types if isinstance(types, list) else [types]
 
 
-def run(connection: Connection, spec: GrammarSpec, table: Sequence[bytes], cpu_seconds: int) -> None:
+def run(connection: Connection, spec: GrammarSpec, table: Sequence[bytes], time_limit: float) -> None:
     """Send ``None`` when the work begins, then ``(True, serialised grammar)`` or ``(False, what is wrong)``."""
     info = vocabulary(table)
     limit_memory(MEMORY_BYTES)
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    seconds = int(used) + 1 + cpu_seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    limit_time(time_limit)
     connection.send(None)
     try:
-        answer = True, _serialise(compile_grammar(spec, info))
+        connection.send((True, _serialise(compile_grammar(spec, info))))
     except GrammarError as exc:
-        answer = False, str(exc)
-    connection.send(answer)
+        connection.send((False, str(exc)))
+    except MemoryError:
+        connection.send((False, _TOO_MUCH_MEMORY))
 
 
 def _serialise(compiled: xgrammar.CompiledGrammar) -> str:

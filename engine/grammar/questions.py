@@ -24,3 +24,17 @@ class Question(NamedTuple):
     stride: int
     ended: list[int]
     """Requests to forget."""
+    seconds: float
+    """Most processor time that the answer may take."""
+
+
+class Answer(NamedTuple):
+    """What a ``Question`` has for an answer."""
+
+    end: int | None
+    is_complete: bool
+    """Both as ``Matcher.fill`` returns them."""
+    mask: bytes
+    """``[stride, ceil(V / 32)]`` of int32."""
+    seconds: float
+    """Processor time that it took, reading the grammar aside."""

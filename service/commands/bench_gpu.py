@@ -14,7 +14,7 @@ from rich.table import Table
 
 from engine.bench_floor import read_bandwidth
 from engine.bench_gpu import BenchReport, BenchRow, GpuBench
-from engine.bench_plan import BenchPlan, VariantName, check_plan
+from engine.bench_plan import BenchPlan, VariantName, check_memory, check_plan
 from engine.bench_prefill import PAIRS
 from engine.config import ModelConfig, parse_config
 from engine.errors import ConfigError
@@ -118,6 +118,8 @@ def bench_gpu(model: Model, plan: BenchPlan, json_file: Path | None) -> None:
     raw = PRESETS[model.preset] if model.directory is None and model.preset is not None else None
     config = parse_config(raw, ()) if raw is not None else ModelConfig.from_dir(Path(name))
     resolved = check_plan(plan, name, config)
+    if raw is not None:
+        check_memory(plan, name, config, resolved)
     make_writable_directory("--save-weights", model.save_to)
     tell("measuring read bandwidth")
     bandwidth = read_bandwidth(resolved.device)

@@ -89,7 +89,14 @@ class Server(uvicorn.Server):
         if self._first_signal_time is not None:
             self.should_exit = True
             return
-        await super().startup(sockets)
+        try:
+            await super().startup(sockets)
+        except SystemExit as error:
+            if not isinstance(error.__context__, OSError):
+                raise
+            # uvicorn has ended the lifespan, and with it the engine, since it cannot listen
+            address = f"--host {self.config.host} --port {self.config.port}"
+            raise ConfigError(f"{address}: {error.__context__.strerror}") from None
         self._spawn(self._on_start())
         self._spawn(self._tell_ready())
 
@@ -149,8 +156,8 @@ def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
         The exit code: 0 after a signal, ``EXIT_ENGINE_DIED`` if the engine died or could not start.
 
     Raises:
-        ConfigError: The tokenizer, the certificate, the OpenTelemetry SDK or the directory for bundles cannot be
-            used.
+        ConfigError: The tokenizer, the certificate, the OpenTelemetry SDK, the directory for bundles or the port
+            cannot be used.
     """
     configure_logs(settings.log_level, settings.log_format)
     tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)

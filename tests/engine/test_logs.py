@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -55,3 +57,30 @@ async def test_lines_for_people_have_the_same_parts(capfd: pytest.CaptureFixture
     [tripped] = [line for line in text if "tripped at token 7" in line]
     assert "[warning" in own and "[service.lifecycle]" in own
     assert "[warning" in tripped and "[engine.ladder]" in tripped
+
+
+FAILURE = """
+import logging, structlog
+from engine.logs import configure_logs
+
+def render(prompt):
+    inner = {"prompt": [prompt]}
+    raise KeyError(len(inner))
+
+configure_logs("info", %r)
+try:
+    render("-".join(["my", "secret"]))
+except KeyError:
+    structlog.get_logger("service").exception("own")
+    logging.getLogger("uvicorn.error").exception("library's")
+"""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_traceback_shows_no_local_variables(log_format: str) -> None:
+    """They hold prompts."""
+    run = subprocess.run(
+        [sys.executable, "-c", FAILURE % log_format], capture_output=True, text=True, check=True
+    )
+    assert run.stderr.count("render") >= 2 and run.stderr.count("KeyError") >= 2, "both tracebacks are there"
+    assert "my-secret" not in run.stderr

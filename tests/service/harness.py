@@ -148,10 +148,11 @@ class Connection:
         more_body: bool = False,
     ) -> None:
         self.status: int | None = None
+        self.headers: dict[bytes, bytes] = {}
         self.body = b""
         self._changed = asyncio.Condition()
-        self._gone = asyncio.Event()
-        self._requests = [{"type": "http.request", "body": body, "more_body": more_body}]
+        self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.send(body, more_body=more_body)
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -168,9 +169,13 @@ class Connection:
         }
         self.task = asyncio.create_task(app(scope, self._receive, self._send))  # type: ignore[arg-type]
 
+    def send(self, body: bytes, *, more_body: bool = False) -> None:
+        """Send a part of the body, the last one unless ``more_body``."""
+        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": more_body})
+
     def leave(self) -> None:
         """Close the connection."""
-        self._gone.set()
+        self._messages.put_nowait({"type": "http.disconnect"})
 
     async def wait_for(self, condition: Callable[[Connection], bool]) -> None:
         """Wait until ``condition`` holds for what was received."""
@@ -178,15 +183,16 @@ class Connection:
             await asyncio.wait_for(self._changed.wait_for(lambda: condition(self)), 10)
 
     async def _receive(self) -> dict[str, Any]:
-        if self._requests:
-            return self._requests.pop()
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
+        message = await self._messages.get()
+        if message["type"] == "http.disconnect":
+            self.leave()  # it is told as often as it is asked for
+        return message
 
     async def _send(self, message: dict[str, Any]) -> None:
         async with self._changed:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
+                self.headers = dict(message["headers"])
             else:
                 self.body += message.get("body", b"")
             self._changed.notify_all()

@@ -91,11 +91,77 @@ async def test_c4_fields_of_one_endpoint(path: str, body: dict[str, Any], param:
         await still_serves(harness)
 
 
-@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity"])
 async def test_c4_numbers_that_json_lacks_are_refused(literal: str) -> None:
     async with serving(output=OUTPUT) as harness:
         error = await refused(harness, PATHS[0], f'{{"prompt": "a", "temperature": {literal}}}')
         assert error["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", "1e999"),
+        ("seed", "-1e999"),
+        ("n", "9" * 5000),
+        ("logit_bias", '{"1": 1e999}'),
+        ("stop_token_ids", "[1, 1e999]"),
+    ],
+)
+async def test_c4_numbers_that_no_type_holds_are_refused_by_field(field: str, value: str) -> None:
+    async with serving(output=OUTPUT) as harness:
+        error = await refused(harness, PATHS[0], f'{{"prompt": "a", "{field}": {value}, "user": null}}')
+        assert (error["code"], error["param"]) == ("invalid_value", field)
+        assert "out of range" in error["message"] and "$" not in error["message"]
+        error = await refused(harness, PATHS[0], f"[{value}]")
+        assert error["code"] == "invalid_json"
+
+
+DUPLICATES = [
+    ('{"prompt": "a", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+    ('{"prompt": "a", "prompt": [5, 6]}', "prompt"),
+    ('{"prompt": "a:b", "\\u0070rompt": [5]}', "prompt"),
+    ('{"prompt": "a", "user": null, "user": null}', "user"),
+    ('{"prompt": "a", "stop": "%s", "stop": "b"}' % ("x" * 300_000), "stop"),
+    ('{"prompt": "a", "logit_bias": {"5": 1, "6": 1, "5": 2}}', "5"),
+    ('{"prompt": "a", "stream": true, "stream_options": {"include_usage": true, "include_usage": false}}',
+     "include_usage"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b", "role": "system"}]}',
+     "role"),
+    ('{"messages": [], "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": '
+     '{"type": "object", "type": "array"}}}}', "type"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/tokenize"])
+async def test_a_key_that_is_there_twice_is_refused_by_name(path: str) -> None:
+    async with serving(output=OUTPUT) as harness:
+        for raw, key in DUPLICATES:
+            error = await refused(harness, path, raw)
+            assert (error["code"], error["param"]) == ("invalid_value", key)
+            assert error["message"] == f"{key}: the key is there twice in one object."
+        same = {"prompt": '{"a": 1, "a": 2}', "user": "prompt", "stop": ["user:", "user:"]}
+        assert (await harness.complete(**same)).status_code == 200, "the same key in a text, or elsewhere"
+
+
+@pytest.mark.parametrize("key", ["05", "0005", "00", "+5", "5.0", "\u0665", ""])
+async def test_a_token_id_has_one_spelling_as_a_key(key: str) -> None:
+    async with serving(output=OUTPUT) as harness:
+        assert error_of(await harness.complete(logit_bias={key: 1, "5": 2}))["param"] == "logit_bias"
+        assert (await harness.complete(logit_bias={"0": 1, "5": 2})).status_code == 200
+
+
+async def test_an_explicit_null_is_the_same_as_an_absent_field_everywhere() -> None:
+    async with serving(output=OUTPUT) as harness:
+        answer = await harness.http.post("/tokenize", json={"prompt": "a", "messages": None})
+        assert answer.json()["count"] == 1
+        parts = [{"type": "text", "text": "a", "cache_control": None}, {"type": "text", "text": "b"}]
+        assert (await harness.chat(messages=[{"role": "user", "content": parts}])).status_code == 200
+        [request] = harness.engine.requests
+        assert request.prompt_token_ids == [0, *tokens_of("[user]a\nb[assistant]")]
+        for part in ({"type": "text", "text": None}, {"type": None, "text": "a"}, {"type": "text", "x": "a"}):
+            messages = [{"role": "user", "content": [part]}]
+            assert error_of(await harness.chat(messages=messages))["param"] == "messages[0].content"
 
 
 EMPTY = [
@@ -213,6 +279,17 @@ async def test_c9_wrong_content_type_path_and_method() -> None:
         assert error_of(response, 405)["code"] == "method_not_allowed"
         assert response.headers["allow"] == "POST"
         body = b'{"prompt": "a", "max_tokens": 2}'
+        for coding in ("gzip", "br", "x, gzip"):
+            response = await harness.http.post(
+                PATHS[0], content=b"\x1f\x8b\x08", headers={**JSON, "content-encoding": coding}
+            )
+            error = error_of(response, 415)
+            assert error["code"] == "unsupported_media_type"
+            assert f"Content-Encoding '{coding}'" in error["message"]
+        response = await harness.http.post(
+            PATHS[0], content=body, headers={**JSON, "content-encoding": "Identity"}
+        )
+        assert response.status_code == 200
         for kind in ("application/json; charset=utf-8", "Application/JSON"):
             response = await harness.http.post(PATHS[0], content=body, headers={"content-type": kind})
             assert response.status_code == 200

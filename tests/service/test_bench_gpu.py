@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from engine.bench_plan import free_bytes
 from service.cli import app, main
 from service.commands.bench import Plan
 from service.commands.bench_gpu import read_depths
@@ -181,6 +184,37 @@ def test_impossible_options_are_named(
         main()
     assert ended.value.code == 2
     assert f"eyas: {words}" in capsys.readouterr().err
+
+
+def test_a_preset_larger_than_the_memory_is_refused_before_there_are_weights(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work began")
+
+    for name in ("read_bandwidth", "random_model"):
+        monkeypatch.setattr(f"service.commands.bench_gpu.{name}", work)
+    monkeypatch.setattr("engine.bench_plan.free_bytes", lambda device: 16 * 10**9)
+    monkeypatch.setattr(sys, "argv", ["eyas", "bench", "gpu", "--device", "cpu", "--batch-sizes", "1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    # The documented 33 GB of bfloat16 weights twice, for a CPU computes in float32
+    assert re.search(r"eyas: --preset v2-lite: .* take 65\.\d GB in float32, cpu has 16\.0 GB free", told)
+
+
+def test_free_memory_is_that_of_the_control_group_where_it_is_less(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    unlimited, limited = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
+    unlimited.write_text("max\n")
+    limited.write_text("12345\n")
+    cpu = torch.device("cpu")
+    monkeypatch.setattr("engine.bench_plan._CGROUP_LIMITS", (unlimited, tmp_path / "absent"))
+    assert free_bytes(cpu) > 1 << 20
+    monkeypatch.setattr("engine.bench_plan._CGROUP_LIMITS", (unlimited, limited))
+    assert free_bytes(cpu) == 12345
 
 
 def test_accept_length_needs_drafts():

@@ -133,6 +133,23 @@ async def test_loglikelihoods_of_a_known_chain(real: Harness, f1_bytes: F1) -> N
             assert greedy == certain
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+async def test_choices_share_the_scores_of_their_prompt(real: Harness, f1_bytes: F1, max_tokens: int) -> None:
+    walk = [99, *f1_bytes.walk(99, 12)]
+    body = {"prompt": walk, "echo": True, "logprobs": 1, "prompt_logprobs": 1, "temperature": 0}
+    response = await real.http.post("/v1/completions", json={**body, "n": 3, "max_tokens": max_tokens})
+    assert response.status_code == 200, response.text
+    first, *others = response.json()["choices"]
+    assert len(first["logprobs"]["tokens"]) == len(walk) + max_tokens
+    assert len(first["prompt_logprobs"]) == len(walk)
+    for other in others:
+        assert (other["text"], other["finish_reason"]) == (first["text"], "length")
+        assert other["prompt_logprobs"] == first["prompt_logprobs"]
+        assert other["logprobs"]["tokens"] == first["logprobs"]["tokens"]
+        for field in ("token_logprobs", "top_logprobs", "text_offset"):
+            assert other["logprobs"][field][: len(walk)] == first["logprobs"][field][: len(walk)]
+
+
 async def test_structured_output_through_the_service(real: Harness) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import ssl
 import stat
 import subprocess
@@ -283,6 +284,50 @@ def test_a_start_that_is_refused_leaves_no_directory_of_bundles(model: Path, tmp
     with pytest.raises(ConfigError, match="--ssl-certfile"):
         serve(load_settings(given | {"ssl_certfile": model / "tokenizer.json"}), FACTORY)
     assert not (tmp_path / "bundles").exists()
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_port_in_use_is_refused_by_option(model: Path, log_format: str):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "service.cli", "serve", "--model", str(model), "--port", str(port)]
+        run = subprocess.run(
+            [*command, "--log-format", log_format],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=BOUND,
+        )
+    assert run.returncode == 2
+    last = run.stderr.splitlines()[-1]
+    assert re.fullmatch(f"eyas: --host 127.0.0.1 --port {port}: .*address already in use", last)
+
+
+def test_a_client_that_sends_too_much_sees_why(start: Callable[..., Server]):
+    """It is told before its body is read, and can still send it."""
+    server = start(max_body_bytes=1000)
+    server.until(server.ready)
+    for content in (b" " * 2**25, iter([b" " * 2**20] * 32)):
+        headers = {"Content-Type": "application/json"}
+        answer = server.client.post("/v1/completions", content=content, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert server.complete(COUNT, max_tokens=5).status_code == 200
+
+
+def test_sigterm_while_a_body_is_on_its_way(start: Callable[..., Server]):
+    """Who is still sending is told at once, and holds nothing up."""
+    server = start(drain_timeout=10 * BOUND)
+    server.until(server.ready)
+    begun = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt":'
+    with socket.create_connection(("127.0.0.1", server.port), timeout=BOUND) as slow:
+        slow.sendall(begun)
+        assert server.client.get("/health").status_code == 200  # so what came before is read
+        server.process.send_signal(signal.SIGTERM)
+        answer = b"".join(iter(lambda: slow.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 503 ") and b'"code":"shutting_down"' in answer
+        assert server.wait() == 0
+    for words in ("Exception", "Traceback", "Cancel", '"level": "error"'):
+        assert words not in server.log
 
 
 def test_the_directory_of_bundles_is_made_before_the_engine_starts_or_refused(

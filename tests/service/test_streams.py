@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine.types import ErrorInfo, Request
 from tests.service.fake_engine import FakeEngine
@@ -126,20 +127,27 @@ async def test_engine_death_before_the_first_token_is_503(stream: bool) -> None:
         (ErrorInfo("numerical_error", "a non-finite logit"), 500, "numerical_error", None),
         (ErrorInfo("internal_error", "secret path /x"), 500, "internal_error", None),
         (ErrorInfo("engine_dead", "gone"), 503, "engine_dead", None),
+        (ErrorInfo("unavailable", "interrupted; try again"), 503, "unavailable", None),
     ],
 )
 async def test_what_the_engine_refuses_has_a_status_even_for_a_stream(
     stream: bool, info: ErrorInfo, status: int, code: str, param: str | None
 ) -> None:
+    """An internal error's details are for the log only."""
+
     def second_fails(request: Request) -> ErrorInfo | None:
         return info if request.request_id.endswith("-1") else None
 
     gate = Gate(0)
     engine = FakeEngine(lambda request: HELLO, errors=second_fails, gate=gate)
     async with serving(engine) as harness:
-        response = await harness.complete(stream=stream, n=3)
+        with capture_logs() as logs:
+            response = await harness.complete(stream=stream, n=3)
         error = error_of(response, status)
         assert (error["code"], error["param"]) == (code, param)
+        told = [entry["message"] for entry in logs if entry["event"] == "engine_error"]
+        assert told == ([info.message] if code == "internal_error" else [])
+        assert ("retry-after" in response.headers) == (status == 503)
         assert response.headers.get("x-should-retry") == ("false" if code == "numerical_error" else None)
         assert "secret" not in error["message"]
         await until(lambda: engine.running == 0)

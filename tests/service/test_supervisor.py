@@ -76,6 +76,18 @@ async def test_a_dead_engine_is_followed_by_another_that_serves() -> None:
     assert engines.made[1].stopped
 
 
+async def test_between_two_engines_no_progress_is_told() -> None:
+    engines = Engines()
+    client = engines.supervise(3)
+    await client.start()
+    engines.made[0].report("capturing", 7, 7)
+    engines.made[0].die()
+    assert client.state == "starting" and client.progress is None
+    await until(lambda: client.state == "ready")
+    assert client.progress is None, "the second one told none"
+    await client.stop()
+
+
 async def test_attempts_are_bounded_and_failed_ones_count() -> None:
     engines = Engines(broken={1, 2})
     client = engines.supervise(2)

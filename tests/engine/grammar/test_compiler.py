@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from engine.errors import RequestError
+from engine.grammar import children
+from engine.grammar import compiler as compiler_module
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.walker import Constraint
 from engine.types import ErrorInfo, GrammarSpec, Request
@@ -100,6 +103,29 @@ def test_hostile_but_harmless_grammars_compile(flat: F1) -> None:
     compiler = GrammarCompiler(flat.path, VOCAB, (EOS_ID,), time_limit=60.0)
     patterns = ["(x+x+)+y", "(((a{1,100}){1,100}){1,100}){1,100}", "(a|aa)+", "", "é|日本|😀"]
     assert all(isinstance(one, Constraint) for one in _compile(compiler, *map(regex, patterns)))
+
+
+def test_an_interrupted_compilation_can_be_tried_again(flat: F1, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended from outside, or kept from computing: neither says anything of the grammar."""
+    compiler = GrammarCompiler(flat.path, VOCAB, (EOS_ID,))
+
+    class Killed(children.Child):
+        def receive(self, seconds: float) -> Any:
+            self._process.kill()
+            self._process.join()
+            return super().receive(seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(children, "Child", Killed)
+        (killed,) = _compile(compiler, regex("[a-z]{3}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler_module, "PATIENCE", 0)
+        (late,) = _compile(compiler, GrammarSpec("json_schema", nested(12)))
+    for outcome in (killed, late):
+        assert isinstance(outcome, ErrorInfo) and outcome.code == "unavailable" and "again" in outcome.message
+    again = _compile(compiler, regex("[a-z]{3}"), GrammarSpec("json_schema", nested(12)))
+    assert all(isinstance(outcome, Constraint) for outcome in again)
+    compiler.close()
 
 
 def test_the_engine_answers_others_while_it_compiles(flat: F1) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from engine.grammar import children
 from engine.grammar.walker import GrammarWalker
 from tests.engine.drive import Answer, collect, generate, greedy, make_engine, request
 from tests.engine.grammar.support import ids, regex, sampled, text_of
@@ -28,7 +29,8 @@ def test_d9_a_grammar_that_cannot_be_followed_ends_its_request_only(flat: F1, sc
     engine = make_engine(flat.path, schedule=schedule)
     good = sampled(regex("[a-z]{40}"), seed=2)
     (alone,) = generate(engine, [[3, 4]], good)
-    engine._grammars.walker._time_limit = 0.5
+    for slow in (False, True):
+        engine._grammars.walker(slow=slow)._time_limit = 0.5
     engine.add(request("good", [3, 4], good))
     engine.add(request("free", [3, 4], greedy(20)))
     answers: dict[str, Answer] = {}
@@ -44,18 +46,25 @@ def test_d9_a_grammar_that_cannot_be_followed_ends_its_request_only(flat: F1, sc
     engine.close()
 
 
-def test_the_death_of_the_walking_process_costs_one_request_at_most(flat: F1) -> None:
+def test_the_death_of_the_walking_process_costs_nobody_anything(flat: F1) -> None:
     engine = make_engine(flat.path)
     params = sampled(regex("[a-z]{40}"), seed=2)
     (alone,) = generate(engine, [[3, 4]], params)
-    child = engine._grammars.walker._child
+    child = engine._grammars.walker()._child
     assert child is not None
     child._process.kill()
     child._process.join()
     again = generate(engine, [[3, 4], [3, 4]], params)
-    assert [answer.finish_reason for answer in again] == ["error", "stop"]
-    assert again[1].token_ids == alone.token_ids
-    assert isinstance(engine._grammars.walker, GrammarWalker)
+    assert [answer.finish_reason for answer in again] == ["stop", "stop"]
+    assert [answer.token_ids for answer in again] == [alone.token_ids] * 2
+    assert isinstance(engine._grammars.walker(), GrammarWalker)
+
+
+def test_a_process_whose_engine_is_gone_ends_without_a_traceback() -> None:
+    child = children.Child(children.compile_one, regex("a"), [b"", b"", b"a"], 5.0)
+    child.connection.close()
+    child._process.join()
+    assert child.close() == 0, "an exception that nobody catches ends it with 1"
 
 
 def test_no_process_outlives_an_engine_that_is_killed(flat: F1) -> None:
