@@ -17,6 +17,7 @@ from engine.bench_steady import Batch, measure, recorded_routing
 from engine.build import assemble
 from engine.config import ModelConfig
 from engine.engine import Engine
+from engine.errors import ConfigError
 from engine.model.loader import LoadedModel
 from engine.model.moe import Moe
 from engine.resolve import Resolved
@@ -241,6 +242,12 @@ class GpuBench:
     def _first_tokens(self, eager: Engine, k: int) -> list[FirstToken]:
         """With prefills captured, and without, in turn, over the same weights."""
         captured = self._engine(k, max_graph_prefill_tokens=None)
+        most = max(captured.info.graphs_captured.get("prefill", [0]))
+        if max(self._plan.first_tokens) - 1 > most:  # the last token of a prompt is its first step's
+            raise ConfigError(
+                f"--first-token {max(self._plan.first_tokens)}: graphs {captured.info.resolved['graphs']} over "
+                f"{captured.info.attention_backend} capture prefills of up to {most} tokens"
+            )
         self._report(f"K = {k}: first tokens")
         found = compare_first_tokens(captured, eager, self._config.vocab_size, self._plan.first_tokens)
         captured.close()

@@ -53,6 +53,8 @@ class StepPath(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     """Rows of the forward, padding rows included; 1 where it ran eager."""
     variant: Variant
+    longest: int | None = None
+    """Positions that its rows could reach, which may decide which kernels ran; ``None``: all that there are."""
     verify_drafts: bool
     """False: of a stride above 1 it verified its next token alone, as each step of an isolated request does."""
 

@@ -181,6 +181,8 @@ def _check_step(manifest: Manifest) -> None:
     _within("stride", manifest.stride, k + 1, k + 1)
     _within("slot", manifest.slot, 0, rows - 1)
     _within("step.rows", step.rows, 1, rows if step.path == "replay" else 1)
+    if step.longest is not None:
+        _within("step.longest", step.longest, 1, manifest.info.max_model_len)
     _require(
         (step.phase, step.path, step.reason) in _WAYS,
         f"step: phase {step.phase!r} with path {step.path!r} and reason {step.reason!r}",

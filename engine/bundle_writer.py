@@ -23,7 +23,7 @@ from engine.bundle import FORMAT, MANIFEST, TENSORS, Manifest, StepPath, checkpo
 from engine.bundle_check import flag_names, omitted_state, valid_pages
 from engine.contract import GraphKey
 from engine.errors import ConfigError
-from engine.guard import HALTING, Flag
+from engine.guard import HALTING, PREFILL
 from engine.kv.pool import LatentPool
 from engine.options import EngineOptions
 from engine.runner import Runner
@@ -170,7 +170,10 @@ class TripBundles:
     def write(self, result: RowResult | PrefillResult, graph: GraphKey | None) -> None:
         """See ``BundleWriter.write``; ``graph``: what was replayed, ``None`` for an eager forward."""
         runner = self._runner
-        outcome = self._writer.write(result, _step_path(result, graph), runner.state, runner.pool)
+        step = _step_path(result, graph)
+        if graph is not None and graph.short and runner.graphs is not None:
+            step = msgspec.structs.replace(step, longest=runner.graphs.longest(graph))
+        outcome = self._writer.write(result, step, runner.state, runner.pool)
         runner.counts["nan_bundles", (outcome,)] += 1
 
 
@@ -186,7 +189,7 @@ def _step_path(result: RowResult | PrefillResult, graph: GraphKey | None) -> Ste
         )
     sequence = result.sequence
     variant = choose_variant([sequence.request.params])
-    if isinstance(result, PrefillResult) or result.flags & (Flag.PREFILL_NAN | Flag.PREFILL_INF):
+    if isinstance(result, PrefillResult) or result.flags & PREFILL:
         return StepPath(
             phase="prefill", path="eager", reason="prefill", rows=1, variant=variant, verify_drafts=True
         )

@@ -165,7 +165,7 @@ class StepGraphs:
         phase, rows, variant, _ = key
         if phase == "prefill":
             return self._capture_prefill(rows)
-        buffers, max_lens = self.buffers, (self._longest(key),) * rows
+        buffers, max_lens = self.buffers, (self.longest(key),) * rows
         check, slots, hidden = buffers.slots[:1], buffers.slots[1 : 1 + rows], buffers.hidden[:rows]
         allowed = buffers.allowed[:rows] if variant.constrained else None
 
@@ -226,16 +226,11 @@ class StepGraphs:
         out = self._replay(key, len(slots), lambda rows: self._inputs.copy_in(rows, slots, None, hidden))
         return out if isinstance(out, str) else None
 
-    def prefill(self, tokens: Tokens) -> tuple[Prefilled, GraphKey] | ForwardReason:
-        """Replay the uniform prefill of ``tokens``; or why it cannot be replayed."""
-        count = len(tokens.ids)
-        bucket = next((bucket for bucket in self._token_buckets if bucket >= count), None)
-        key = None if bucket is None else GraphKey("prefill", bucket, GREEDY)
-        out = self._replay(key, count, lambda rows: self._copy_in_tokens(tokens, rows))
-        if isinstance(out, str):
-            return out
-        assert key is not None
-        return Prefilled(*out), key
+    def prefill(self, tokens: Tokens, count: int) -> tuple[Prefilled, GraphKey] | ForwardReason:
+        """Replay the uniform prefill of ``tokens`` in a bucket of ``count``; or why it cannot be replayed."""
+        key = GraphKey("prefill", count, GREEDY)
+        out = self._replay(key, len(tokens.ids), lambda rows: self._copy_in_tokens(tokens, rows))
+        return out if isinstance(out, str) else (Prefilled(*out), key)
 
     def report(self, key: GraphKey, fields: list[str]) -> None:
         """A replay's own checks found these fields of its contract violated."""
@@ -278,7 +273,7 @@ class StepGraphs:
         length = self._short[rows]
         return length if length is not None and length < self._max_len else None
 
-    def _longest(self, key: GraphKey) -> int:
+    def longest(self, key: GraphKey) -> int:
         """Positions that a graph's rows can reach."""
         return (self._short_length(key.rows) if key.short else None) or self._max_len
 
@@ -323,7 +318,7 @@ class StepGraphs:
             rows=key.rows,
             stride=stride,
             variant=key.variant,
-            table_width=-(-self._longest(key) // self._page_size),
+            table_width=-(-self.longest(key) // self._page_size),
             num_pages=self._num_pages,
             padding_slot=self.buffers.padding_slot,
             backend=self._backend.name,

@@ -22,6 +22,7 @@ from engine.contract import GraphKey
 from engine.graph import DISABLE_AFTER
 from engine.guard import CONTRACT, HALTING, PREFILL, Flag, violated_fields
 from engine.pending import PendingStep
+from engine.prefill import PrefillRecord
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.sequence import PrefillResult, RowResult, Sequence
@@ -41,9 +42,10 @@ logger = logging.getLogger(__name__)
 class Suspicion:
     """What a rebuilt request's next step has to find out."""
 
-    replays: tuple[tuple[GraphKey, object], ...]
-    """What was replayed when it tripped: the step, or graphs that prefilled it, one of which is at fault. Each with
-    the capture itself: whoever replaced it since has dealt with its fault."""
+    graph: GraphKey | None
+    """What was replayed when it tripped: the step, or its prefill if that was at fault."""
+    capture: object
+    """The capture itself: whoever replaced it since has dealt with its fault."""
     contract: bool
     """The contract was violated, rather than a value not finite."""
     rungs: tuple[bool, ...]
@@ -92,20 +94,19 @@ class Ladder:
         graph = step.graph if step is not None else None
         violated: dict[GraphKey | None, set[str]] = {}
         for result in results:
-            blamed: list[GraphKey | None] = [*self._blamed(result, graph)]
-            for key in blamed or [None]:
-                violated.setdefault(key, set()).update(violated_fields(result.flags))
+            record = self._faulty_prefill(result)
+            if record is None:
+                violated.setdefault(graph, set()).update(violated_fields(result.flags))
+            elif not record.reported:
+                record.reported = True
+                self._report(record.graph, violated_fields(result.flags))
         for key, fields in violated.items():
             self._report(key, sorted(fields))
         return [delta for result in results for delta in self._trip(result, graph)]
 
-    def _blamed(self, result: RowResult | PrefillResult, graph: GraphKey | None) -> list[GraphKey]:
-        """The graphs, one of which is at fault if a replay is; ``graph``: that of the step, if it was replayed."""
-        if isinstance(result, PrefillResult):
-            return []  # what is told at once runs eager
-        if result.flags & PREFILL:
-            return self._runner.prefill_graphs(result.sequence)
-        return [] if graph is None else [graph]
+    def _faulty_prefill(self, result: RowResult | PrefillResult) -> PrefillRecord | None:
+        """The uniform prefill that is at fault, if one is. What is told at once was ragged."""
+        return None if isinstance(result, PrefillResult) else self._runner.faulty_prefill(result.sequence)
 
     def _report(self, graph: GraphKey | None, fields: list[str]) -> None:
         """Count violations of the contract, against a graph where there is one."""
@@ -117,22 +118,25 @@ class Ladder:
             self._runner.counts.update(("graph_contract_violations", (name,)) for name in fields)
 
     def _trip(self, result: RowResult | PrefillResult, graph: GraphKey | None) -> list[TokenDelta]:
-        blamed = self._blamed(result, graph)
-        eager_prefill = isinstance(result, PrefillResult) or (result.flags & PREFILL and not blamed)
-        if eager_prefill or result.sequence.isolated:
+        record = self._faulty_prefill(result)
+        ragged = record is None and (isinstance(result, PrefillResult) or bool(result.flags & PREFILL))
+        if ragged or result.sequence.isolated:
             rungs: tuple[bool, ...] = ()  # this was the last thing to try
         else:
-            # A row that was stopped before it ran has answered nothing, eager or not
-            with_drafts = bool(blamed) or bool(result.flags & (CONTRACT | Flag.TARGET_OOV))
+            # A row that was stopped before it ran, or whose KV was wrong, has answered nothing, eager or not
+            stopped = record is not None or bool(result.flags & (CONTRACT | Flag.TARGET_OOV))
+            with_drafts = graph is not None or stopped
             rungs = (True,) * with_drafts + (False,) * (result.sequence.stride > 1)
-        self._bundle(result, graph if blamed == [graph] else None)
+        self._bundle(result, None if ragged or record is not None else graph)
         if not rungs:
             return [self._fail(result)]
         name, position = result.sequence.request.request_id, len(result.sequence.tokens)
         logger.warning("request %s tripped at token %d (%s)", name, position, _found(result))
-        graphs = self._runner.graphs
-        replays = tuple((key, graphs.capture_of(key)) for key in blamed) if graphs is not None else ()
-        suspicion = Suspicion(replays, bool(result.flags & CONTRACT), rungs)
+        if record is None:
+            capture = self._runner.graphs.capture_of(graph) if self._runner.graphs and graph else None
+        else:
+            graph, capture = record.graph, record.capture
+        suspicion = Suspicion(graph, capture, bool(result.flags & CONTRACT), rungs)
         self.turns.join(result.sequence)
         self._scrub(self._scheduler.rebuild(result.sequence, suspicion))
         return []
@@ -183,9 +187,8 @@ class Ladder:
         name = row.request.request_id
         logger.warning("request %s goes on; cause of its trip: %s", name, cause)
         self._runner.counts["nan_guard_actions", ("retried", cause)] += 1
-        if cause == "replay" and not suspicion.contract:
-            for key, capture in suspicion.replays:
-                self._runner.capture_again(key, capture)
+        if cause == "replay" and suspicion.graph is not None and not suspicion.contract:
+            self._runner.capture_again(suspicion.graph, suspicion.capture)
         row.num_rescues += 1
         if row.num_rescues < MAX_RESCUES:
             self.turns.leave(row)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention import AttentionBackend, PackedAttention, UniformAttention
+from engine.contract import GraphKey
 from engine.guard import Flag, classify
 from engine.kv.pool import SCRATCH_PAGE, LatentPool
 from engine.layout import layout_verdict, packed_layout, uniform_layout
@@ -76,6 +77,20 @@ class Prefilled:
     hidden: Tensor  # [N, H]: the last model's, which is the target without a draft
     found: Tensor  # [N] int64: the guard's verdict on the target's states of each token
     verdict: Tensor  # [] int64: the contract's
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRecord:
+    """A uniform forward, as a fault of one of its requests asks for it."""
+
+    graph: GraphKey | None
+    """What was replayed; ``None`` if it ran eager."""
+    capture: object
+    """The capture itself."""
+    raised: Tensor
+    """``[R]`` int64 on the host: the flags that each of its chunks raised, once the device got there."""
+    reported: bool = False
+    """Its violations of the contract are counted."""
 
 
 class Prefill:

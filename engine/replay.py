@@ -20,7 +20,7 @@ from engine.bundle import Bundle, BundleError, Manifest, checkpoint_digest
 from engine.bundle_check import flag_names
 from engine.capture import CudaGraph, Outputs, SimulatedGraph
 from engine.errors import ConfigError
-from engine.guard import HALTING, Flag
+from engine.guard import HALTING, PREFILL, Flag
 from engine.kv.pool import SCRATCH_PAGE
 from engine.model.draft import MtpDraft
 from engine.options import Device, EngineOptions, Graphs
@@ -36,7 +36,6 @@ MAX_KV_FAULTS: Final = 32
 """Most non-finite rows of the stored KV that a report names."""
 
 _DRAFT_FLAGS: Final = Flag.DRAFT_NAN | Flag.DRAFT_INF
-_PREFILL_FLAGS: Final = Flag.PREFILL_NAN | Flag.PREFILL_INF
 _Mode = Literal["cuda", "simulate", "off"]
 
 
@@ -117,7 +116,7 @@ class _Replayer:
         assert runner.draft is None or isinstance(runner.draft, MtpDraft)
         self._models = runner.decoder, runner.draft
         self._device = self._state.core.device
-        in_prefill = bool(self._manifest.flags & _PREFILL_FLAGS)
+        in_prefill = bool(self._manifest.flags & PREFILL)
         self._in_prefill = in_prefill or self._manifest.step.phase == "prefill"
         # A target that is not finite makes the draft so
         self._sought = self._manifest.flags & HALTING or self._manifest.flags & _DRAFT_FLAGS
@@ -244,7 +243,8 @@ class _Replayer:
         """The step over ``slots``, returning what was recorded behind its packed results."""
         rows, step = len(slots), self._manifest.step
         width = self._manifest.stride if step.verify_drafts else 1
-        max_lens = (self._state.block_table.shape[1] * self._pool.page_size,) * rows
+        whole = self._state.block_table.shape[1] * self._pool.page_size
+        max_lens = (min(step.longest or whole, whole),) * rows
         allowed = None
         if step.variant.constrained:  # the mask is not in the bundle: it only changes what is chosen
             words = mask_words(self._state.vocab_size)

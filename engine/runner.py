@@ -19,12 +19,12 @@ from engine.kernels import fused, row_classes
 from engine.kv.pool import SCRATCH_PAGE, LatentPool
 from engine.model.loader import LoadedModel
 from engine.pending import PendingStep, StepClock, StepRows, device_logprobs
-from engine.prefill import MAX_KEYS, Prefill, Prefilled, Tokens, token_buckets
+from engine.prefill import MAX_KEYS, Prefill, Prefilled, PrefillRecord, Tokens, token_buckets
 from engine.prompt_logprobs import PendingPrefill, tell
 from engine.sampler import FULL, GREEDY, choose_variant, mask_words
 from engine.sequence import PrefillChunk, Sequence
 from engine.spec import SpeculativeStep, StepOps, StepOutput
-from engine.staging import stage
+from engine.staging import fetch, stage
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SlotState
 from engine.step_ops import PlainOps
 from engine.threads import threads_for
@@ -61,6 +61,7 @@ class Runner:
         self._draft_reach = draft_reach
         self._hidden_size = hidden_size
         self._max_uniform_tokens = max_uniform_tokens
+        self._token_buckets = token_buckets(max_uniform_tokens)
         self._eager_reason = eager_reason
         self._device = pool.pages.device
         self._stride = num_speculative_tokens + 1
@@ -69,7 +70,7 @@ class Runner:
         self.graphs: StepGraphs | None = None
         self._clock = StepClock(self._device)
         self._rows = StepRows.of([])
-        self._prefilled_by: dict[int, set[GraphKey]] = {}
+        self._prefilled_by: dict[int, list[tuple[PrefillRecord, int]]] = {}
         self._prefill = Prefill(self.decoder, self.draft, backend, pool, state)
         self.step = SpeculativeStep(
             decoder=self.decoder,
@@ -84,11 +85,12 @@ class Runner:
         """Write a sequence's parameters and known tokens to its slot."""
         assert sequence.slot is not None, f"request {sequence.request.request_id} has no slot to bind"
         self.state.bind(sequence.slot, sequence.tokens, sequence.num_prompt, sequence.request.params, seed)
-        self._prefilled_by[sequence.slot] = set()
+        self._prefilled_by[sequence.slot] = []
 
-    def prefill_graphs(self, row: Sequence) -> list[GraphKey]:
-        """The graphs that were replayed to prefill ``row``."""
-        return sorted(self._prefilled_by[_slot(row)])
+    def faulty_prefill(self, row: Sequence) -> PrefillRecord | None:
+        """The first uniform forward that found a fault in its part of ``row``; the row's first step has run."""
+        records = self._prefilled_by[_slot(row)]
+        return next((record for record, place in records if int(record.raised[place])), None)
 
     @torch.inference_mode()
     def read_drafts(self, rows: Seq[Sequence]) -> list[list[int]]:
@@ -205,15 +207,22 @@ class Runner:
         slots, tokens = self._slots([chunk.sequence for chunk in chunks]), Tokens.of(chunks)
         live = len(tokens.ids)
         with threads_for(live, self._device):
-            out = self._run_prefill([chunk.sequence for chunk in chunks], tokens)
-        self.state.raise_flags(slots, self._prefill.owners(tokens), out.found[:live], out.verdict)
+            out, graph = self._run_prefill([chunk.sequence for chunk in chunks], tokens)
+        raised = self.state.raise_flags(slots, self._prefill.owners(tokens), out.found[:live], out.verdict)
+        if graph != "ragged":
+            capture = None if graph is None or self.graphs is None else self.graphs.capture_of(graph)
+            record = PrefillRecord(graph, capture, fetch(raised))
+            for place, slot in enumerate(tokens.slots):
+                self._prefilled_by[slot].append((record, place))
         self.counts["nan_guard_rows_checked", ("prefill",)] += live
         with threads_for(len(chunks), self._device):
             self._begin(chunks, tokens.spans, out.hidden)
         return tell(self.decoder, self.state, chunks, slots, out.target_hidden[:live])
 
-    def _run_prefill(self, sequences: Seq[Sequence], tokens: Tokens) -> Prefilled:
-        """Their forward: uniform, and replayed if it can be, where it is small; else ragged and eager.
+    def _run_prefill(
+        self, sequences: Seq[Sequence], tokens: Tokens
+    ) -> tuple[Prefilled, GraphKey | Literal["ragged"] | None]:
+        """Their forward, and the graph that was replayed for it: uniform where it is small, else ragged and eager.
 
         What is there to find fault with the others stays ragged: audits, and prefills after a fault. So do those
         whose findings are read at once, which must not be told of a replay's fault.
@@ -225,21 +234,17 @@ class Runner:
         elif any(one.rebuilt for one in sequences):
             reason = "retry"
         elif few and not any(one.reads_prefill for one in sequences):
-            return self._run_uniform(tokens)
+            count = next(one for one in self._token_buckets if one >= len(tokens.ids))
+            if self.graphs is None:
+                self._count("prefill", reason)
+                return self._run_uniform_eager(tokens, count), None
+            out = self.graphs.prefill(tokens, count)
+            if not isinstance(out, str):
+                self._forwards["prefill", "replay", "none"] += 1
+                return out
+            reason = out  # and in another form: what turned the graph off may be at fault eager too
         self._count("prefill", reason)
-        return self._prefill.ragged(tokens)
-
-    def _run_uniform(self, tokens: Tokens) -> Prefilled:
-        out = self.graphs.prefill(tokens) if self.graphs is not None else "prefill"
-        if not isinstance(out, str):
-            prefilled, key = out
-            self._forwards["prefill", "replay", "none"] += 1
-            for slot in tokens.slots:
-                self._prefilled_by[slot].add(key)
-            return prefilled
-        self._count("prefill", out)
-        buckets = token_buckets(self._max_uniform_tokens)
-        return self._run_uniform_eager(tokens, next(count for count in buckets if count >= len(tokens.ids)))
+        return self._prefill.ragged(tokens), "ragged"
 
     def _run_uniform_eager(self, tokens: Tokens, count: int) -> Prefilled:
         """As a graph of ``count`` tokens would run it, padding included: the results are the same."""
@@ -285,7 +290,7 @@ class Runner:
         for count in row_classes(prefill_tokens) if compiled else [prefill_tokens]:
             ids = [0] * count
             self._prefill.ragged(Tokens([self.state.padding_slot], [(0, count)], ids, ids))
-        for count in token_buckets(self._max_uniform_tokens):
+        for count in self._token_buckets:
             self._run_uniform_eager(Tokens.none(), count)
         for count in row_classes(most):
             for length in self._warm_lengths(count, longest) if compiled else [longest]:

@@ -139,16 +139,17 @@ class SlotState:
         index, pages = stage(places + values, torch.int64, self.core.device).chunk(2)
         self.block_table.view(-1).index_copy_(0, index, pages.to(self.block_table.dtype))
 
-    def raise_flags(self, slots: Tensor, owners: Tensor, flags: Tensor, verdict: Tensor) -> None:
-        """Add what was found in a prefill to its slots: the next step of each tells it.
+    def raise_flags(self, slots: Tensor, owners: Tensor, flags: Tensor, verdict: Tensor) -> Tensor:
+        """Add what was found in a prefill to its slots, of which the next step of each tells; ``[R]`` int64.
 
         Args:
             slots: ``[R]`` int64. owners: ``[N]`` int64, which of them each token belongs to.
             flags: ``[N]`` int64, of two bits that differ by a factor of two, or 0.
             verdict: ``[]`` int64, flags of all of them.
         """
-        worst = torch.zeros_like(slots).scatter_reduce(0, owners, flags, "amax")
-        self.core[slots, FLAGS] |= worst | verdict
+        raised = torch.zeros_like(slots).scatter_reduce(0, owners, flags, "amax") | verdict
+        self.core[slots, FLAGS] |= raised
+        return raised
 
     def start(self, slot: int, seq_len: int) -> None:
         """Prefill has written ``seq_len`` positions: all known tokens but the last, bound as next_token."""

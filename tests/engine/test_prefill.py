@@ -218,7 +218,7 @@ def test_inputs_that_change_before_the_replay_cost_a_rebuild_and_nothing_else(
     assert counts["graph_contract_violations", ("prefill_inputs",)] == 1
     assert counts["prefill", "eager", "retry"] >= 1
     assert counts["nan_guard_actions", ("retried", "replay")] == 2
-    assert graphs._faults == {KEY: 1}
+    assert graphs._faults == {KEY: 1}, "two requests tell of one replay"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -258,3 +258,59 @@ def test_a_model_whose_prefill_is_not_finite_ends_the_request(tmp_path: Path, f1
     assert counts["nan_guard_actions", ("failed", "model")] == 1
     assert counts["nan_guard_actions", ("retried", "replay")] == 0
     assert _graphs(engine)._faults == {}, "the graph is not at fault"
+
+
+def test_the_uniform_form_at_fault_costs_rescues_until_its_graph_is_off_and_no_request(
+    f1: F1, captured: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only rows of single tokens meet is not tried eager in the same form."""
+    graphs = _graphs(captured)
+    graphs._faults.clear()
+    weight = captured._runner.decoder.embedding.weight
+    clean = weight[3].clone()
+
+    class Faulty:
+        def __init__(self, inner: Any) -> None:
+            self._inner = inner
+
+        def replay(self) -> tuple[Tensor, ...]:
+            weight[3].fill_(math.nan)
+            out: tuple[Tensor, ...] = self._inner.replay()
+            weight[3].copy_(clean)
+            return out
+
+    capture_one = graphs._capture_prefill
+    monkeypatch.setattr(graphs, "_capture_prefill", lambda tokens: Faulty(capture_one(tokens)))
+    contract, inner = graphs._captured[KEY]
+    graphs._captured[KEY] = contract, Faulty(inner)
+    with torch.inference_mode():
+        for number in range(DISABLE_AFTER + 3):
+            [got], counts = _serve(captured, [5, 3, 8])
+            assert got == f1.walk(8, 12)
+            rescued = number < DISABLE_AFTER
+            assert counts["nan_guard_actions", ("retried", "replay")] == rescued
+            assert counts["prefill", "eager", "disabled"] == (not rescued)
+    assert graphs.num_disabled == {"prefill": 1}
+    graphs._captured[KEY] = contract, inner
+    graphs._faults.clear()
+
+
+def test_an_eager_uniform_prefill_at_fault_is_computed_again_ragged(
+    f1: F1, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU without graphs."""
+    engine = _engine(f1.path)
+    engine._runner.graphs = None
+    inputs, left = engine._runner._prefill.uniform_inputs, [1]
+
+    def corrupted(tokens: Tokens, count: int) -> Tensor:
+        made = inputs(tokens, count)
+        made[1, 2] += left.pop() if left else 0
+        return made
+
+    monkeypatch.setattr(engine._runner._prefill, "uniform_inputs", corrupted)
+    [got], counts = _serve(engine, [5, 3, 8])
+    assert got == f1.walk(8, 12)
+    assert counts["graph_contract_violations", ("prefill_inputs",)] == 1
+    assert counts["prefill", "eager", "retry"] == 1
+    assert counts["nan_guard_actions", ("retried", "replay")] == 1

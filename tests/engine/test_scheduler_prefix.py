@@ -222,7 +222,7 @@ def test_nobody_waits_for_a_block_of_one_that_is_held(overlap: bool) -> None:
     harness.add(make_request("suspect", prompt, 30))
     harness.iterate()
     (suspect,) = harness.scheduler._running
-    harness.scheduler.rebuild(suspect, Suspicion((), contract=False, rungs=(False,)))
+    harness.scheduler.rebuild(suspect, Suspicion(None, None, contract=False, rungs=(False,)))
     suspect.held = True
     harness.iterate()
     assert suspect.slot is not None and not suspect.left_to_prefill and not suspect.blocks

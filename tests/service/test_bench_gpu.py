@@ -13,6 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from engine.bench_plan import free_bytes
+from engine.errors import ConfigError
+from engine.graph import StepGraphs
+from engine.prefill import Tokens
 from service.cli import app, main
 from service.commands.bench import Plan
 from service.commands.bench_gpu import read_depths
@@ -87,22 +90,15 @@ def test_checks_are_measured_on_and_off(tmp_path: Path, monkeypatch: pytest.Monk
 def test_first_tokens_are_measured_with_prefills_captured_and_eager(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    from engine.bench_prefill import _seconds
+    replays: list[int] = []
+    replay = StepGraphs.prefill
 
-    replayed: list[bool] = []
+    def counted(self: StepGraphs, tokens: Tokens, count: int) -> Any:
+        replays.append(len(tokens.ids))
+        return replay(self, tokens, count)
 
-    def watched(engine: Any, prompt: list[int]) -> float:
-        run = engine._runner._run_uniform
-        engine._runner._run_uniform = lambda tokens: replayed.append(True) or run(tokens)
-        before = len(replayed)
-        seconds = _seconds(engine, prompt)
-        engine._runner._run_uniform = run
-        if len(replayed) == before:
-            replayed.append(False)
-        return seconds
-
+    monkeypatch.setattr(StepGraphs, "prefill", counted)
     monkeypatch.setattr("engine.bench_prefill.PAIRS", 2)
-    monkeypatch.setattr("engine.bench_prefill._seconds", watched)
     monkeypatch.setattr("engine.build.GRAPH_PREFILL_TOKENS", 16)
     monkeypatch.setattr("engine.attention.torch_mla.TorchMla.gathers", False)
     report, text = measured(
@@ -111,8 +107,13 @@ def test_first_tokens_are_measured_with_prefills_captured_and_eager(
     assert [one["prompt_tokens"] for one in report["first_tokens"]] == [5, 12]
     for one in report["first_tokens"]:
         assert one["ratio"] == pytest.approx(one["eager_ms"] / one["captured_ms"])
-    assert sum(replayed) == len(replayed) // 2 == 6, "two lengths, three times each, by both engines"
+    assert replays == [4] * 3 + [11] * 3, "by one of two engines"
     assert "eager/captured" in text
+
+
+def test_first_tokens_are_refused_where_no_prefill_is_captured(tmp_path: Path):
+    with pytest.raises(ConfigError, match="--first-token"):
+        measured(tmp_path, "--preset", "tiny", "--batch-sizes", "1", "--first-token", "5")
 
 
 def test_the_shipped_checkpoint_can_be_measured(tmp_path: Path):
