@@ -26,7 +26,7 @@ from engine.contract import Binding, GraphContract, GraphKey, Phase, StepBuffers
 from engine.errors import ConfigError
 from engine.kv.pool import LatentPool
 from engine.layout import uniform_layout
-from engine.prefill import COLUMNS, Prefill, Prefilled, Tokens, token_buckets
+from engine.prefill import COLUMNS, Prefill, Prefilled, Tokens
 from engine.sampler import FULL, GREEDY, Variant, mask_words
 from engine.spec import SpeculativeStep, StepOutput
 from engine.state import SlotState
@@ -55,7 +55,7 @@ class StepGraphs:
         state, pool: What they read and write in place.
         stride: W.
         max_rows: Largest captured row count of a step.
-        max_tokens: Largest captured prefill; 0 for none.
+        token_buckets: Numbers of tokens of captured prefills, ascending.
         mode: ``cuda``, or ``simulate`` for a trace on any device.
         counts: Where events are counted, by metric name and label values.
     """
@@ -71,7 +71,7 @@ class StepGraphs:
         stride: int,
         hidden_size: int,
         max_rows: int,
-        max_tokens: int,
+        token_buckets: list[int],
         mode: Literal["cuda", "simulate"],
         counts: Counter[tuple[str, tuple[str, ...]]],
     ) -> None:
@@ -81,13 +81,15 @@ class StepGraphs:
         self._backend = backend
         self._num_pages = pool.num_pages
         self._max_len = state.block_table.shape[1] * pool.page_size
-        self._short = {rows: backend.short_length(rows, stride) for rows in buckets(max_rows)}
         self._page_size = pool.page_size
         self._bound = [("pages", pool.pages), *state.tensors()]
         self._mode = mode
         self._counts = counts
         self._buckets = buckets(max_rows)
-        self._token_buckets = token_buckets(max_tokens)
+        lengths = {rows: backend.short_length(rows, stride) or self._max_len for rows in self._buckets}
+        # To which length the short graphs of a bucket go, of those that have some
+        self._short = {rows: length for rows, length in lengths.items() if length < self._max_len}
+        self._token_buckets = token_buckets
         self._pool: Any = None
         self._captured: dict[GraphKey, tuple[GraphContract, Captured]] = {}
         self._faults: Counter[GraphKey] = Counter()
@@ -99,7 +101,8 @@ class StepGraphs:
             allowed=torch.full((max_rows, stride, words), -1, dtype=torch.int32, device=device),
             hidden=torch.zeros((max_rows, hidden_size), dtype=pool.pages.dtype, device=device),
         )
-        self.prefill_inputs = torch.zeros((1 + max_tokens, COLUMNS), dtype=torch.int64, device=device)
+        most_tokens = max(token_buckets, default=0)
+        self.prefill_inputs = torch.zeros((1 + most_tokens, COLUMNS), dtype=torch.int64, device=device)
         """See ``Prefill.uniform``; a bucket binds the leading rows."""
         # A captured kernel knows a layout by its pointers: the layouts live as long as the graphs
         sizes = [(rows, one) for rows in self._buckets for one in sorted({1, stride})]
@@ -143,7 +146,7 @@ class StepGraphs:
             for phase in phases
             for variant in variants
             if phase == "step" or not variant.constrained
-            for short in ([False, True] if self._short_length(rows) else [False])
+            for short in ([False, True] if rows in self._short else [False])
         ]
         return [GraphKey("prefill", tokens, GREEDY) for tokens in reversed(self._token_buckets)] + steps
 
@@ -214,15 +217,18 @@ class StepGraphs:
             allowed: ``[len(slots), W, words]`` int32 on the host, for a constrained variant.
         """
         key = self._key("step", len(slots), longest, variant)
+        if key is None:
+            return "above_bucket"
         out = self._replay(key, len(slots), lambda rows: self._inputs.copy_in(rows, slots, allowed, None))
         if isinstance(out, str):
             return out
-        assert key is not None
         return StepOutput(*(one[: len(slots)] for one in out)), key
 
     def begin(self, slots: list[int], longest: int, variant: Variant, hidden: Tensor) -> ForwardReason | None:
         """Replay the draft phase behind a prefill; or why it must run eager. ``hidden``: ``[len(slots), H]``."""
         key = self._key("draft", len(slots), longest, variant)
+        if key is None:
+            return "above_bucket"
         out = self._replay(key, len(slots), lambda rows: self._inputs.copy_in(rows, slots, None, hidden))
         return out if isinstance(out, str) else None
 
@@ -265,24 +271,14 @@ class StepGraphs:
         if place == len(self._buckets):
             return None
         bucket = self._buckets[place]
-        short = longest <= (self._short_length(bucket) or 0)
-        return GraphKey(phase, bucket, self._wider(variant), short)
-
-    def _short_length(self, rows: int) -> int | None:
-        """To which length the short graphs of a bucket go; ``None`` where it has none."""
-        length = self._short[rows]
-        return length if length is not None and length < self._max_len else None
+        return GraphKey(phase, bucket, self._wider(variant), longest <= self._short.get(bucket, 0))
 
     def longest(self, key: GraphKey) -> int:
         """Positions that a graph's rows can reach."""
-        return (self._short_length(key.rows) if key.short else None) or self._max_len
+        return self._short[key.rows] if key.short else self._max_len
 
-    def _replay(
-        self, key: GraphKey | None, live: int, copy_in: Callable[[int], None]
-    ) -> Outputs | ForwardReason:
+    def _replay(self, key: GraphKey, live: int, copy_in: Callable[[int], None]) -> Outputs | ForwardReason:
         """Replay a graph for ``live`` of its rows, if its contract holds; ``copy_in`` writes that many rows."""
-        if key is None:
-            return "above_bucket"
         if self._faults[key] >= DISABLE_AFTER:
             return "disabled"
         contract, captured = self._captured[key]

@@ -93,8 +93,8 @@ class Ladder:
         """Take the tripped results of what one iteration launched; the ends of requests that cannot go on."""
         graph = step.graph if step is not None else None
         violated: dict[GraphKey | None, set[str]] = {}
-        for result in results:
-            record = self._faulty_prefill(result)
+        found = [(result, self._faulty_prefill(result)) for result in results]
+        for result, record in found:
             if record is None:
                 violated.setdefault(graph, set()).update(violated_fields(result.flags))
             elif not record.reported:
@@ -102,7 +102,7 @@ class Ladder:
                 self._report(record.graph, violated_fields(result.flags))
         for key, fields in violated.items():
             self._report(key, sorted(fields))
-        return [delta for result in results for delta in self._trip(result, graph)]
+        return [delta for result, record in found for delta in self._trip(result, record, graph)]
 
     def _faulty_prefill(self, result: RowResult | PrefillResult) -> PrefillRecord | None:
         """The uniform prefill that is at fault, if one is. What is told at once was ragged."""
@@ -117,8 +117,9 @@ class Ladder:
         else:
             self._runner.counts.update(("graph_contract_violations", (name,)) for name in fields)
 
-    def _trip(self, result: RowResult | PrefillResult, graph: GraphKey | None) -> list[TokenDelta]:
-        record = self._faulty_prefill(result)
+    def _trip(
+        self, result: RowResult | PrefillResult, record: PrefillRecord | None, graph: GraphKey | None
+    ) -> list[TokenDelta]:
         ragged = record is None and (isinstance(result, PrefillResult) or bool(result.flags & PREFILL))
         if ragged or result.sequence.isolated:
             rungs: tuple[bool, ...] = ()  # this was the last thing to try

@@ -19,11 +19,11 @@ from torch import Tensor
 from engine.attention import AttentionBackend, PackedAttention, UniformAttention
 from engine.contract import GraphKey
 from engine.guard import Flag, classify
-from engine.kv.pool import SCRATCH_PAGE, LatentPool
+from engine.kv.pool import SCRATCH_PAGE, LatentPool, rows_of
 from engine.layout import layout_verdict, packed_layout, uniform_layout
 from engine.model.decoder import Decoder
 from engine.model.draft import Draft
-from engine.rng import device_weights
+from engine.rng import check_word
 from engine.sequence import PrefillChunk
 from engine.staging import stage
 from engine.state import SlotState
@@ -110,18 +110,25 @@ class Prefill:
         self._pool = pool
         self._state = state
         self._device = pool.pages.device
-        padding = torch.tensor([state.padding_slot, 0, 0, 0], dtype=torch.int64)
-        self._padding = stage(padding, torch.int64, self._device)
+        self._page_size = pool.page_size
+        self._padding = torch.tensor([state.padding_slot, 0, 0, 0])
+        self._padding_there = stage(self._padding, torch.int64, self._device)
 
-    def ragged(self, tokens: Tokens) -> Prefilled:
-        """All of ``tokens`` in one packed forward, whatever their number."""
+    def staged(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """``[R]`` and ``[N]`` int64: the slot of each chunk, and the chunk that each token belongs to."""
+        slots = stage(tokens.slots, torch.int64, self._device)
+        lengths = torch.tensor(tokens.lengths)
+        owners = torch.arange(len(lengths)).repeat_interleave(lengths)
+        return slots, stage(owners, torch.int64, self._device)
+
+    def ragged(self, tokens: Tokens, slots: Tensor, owners: Tensor) -> Prefilled:
+        """All of ``tokens`` in one packed forward, whatever their number; the others are those of ``staged``."""
         device, spans = self._device, tokens.spans
         layout = packed_layout(tokens.lengths, [start for start, _ in spans])
-        slots = stage(tokens.slots, torch.int64, device)
         table = self._table(slots, max(end for _, end in spans))
         positions = stage(torch.cat([torch.arange(*span) for span in spans]), torch.int64, device)
-        owners = self.owners(tokens)
-        write_slots = self._places(table[owners, positions // self._pool.page_size], positions)
+        own_page = table[owners, positions // self._page_size]
+        write_slots = rows_of(own_page, positions, self._page_size)
         attention = PackedAttention(self._backend, self._pool, layout, table, write_slots)
         ids, shifted = (stage(some, torch.int64, device) for some in (tokens.ids, tokens.shifted))
         return self._forward(ids, shifted, positions, attention)
@@ -134,12 +141,12 @@ class Prefill:
                 front says, none of them is taken: every row is a padding row.
         """
         rows = inputs[1:]
-        as_written = self._check(rows) == inputs[0, 0]
-        slots, positions, ids, shifted = torch.where(as_written, rows, self._padding).t().contiguous()
+        as_written = check_word(rows) == inputs[0, 0]
+        slots, positions, ids, shifted = torch.where(as_written, rows, self._padding_there).t().contiguous()
         count, pages = rows.shape[0], self._state.block_table.shape[1]
-        longest = pages * self._pool.page_size
+        longest = pages * self._page_size
         table = self._table(slots, longest)
-        own_page = table.gather(1, (positions // self._pool.page_size)[:, None])[:, 0]
+        own_page = table.gather(1, (positions // self._page_size)[:, None])[:, 0]
         layout = uniform_layout(count, 1, self._device)
         attention = UniformAttention(
             self._backend,
@@ -148,7 +155,7 @@ class Prefill:
             table,
             (positions + 1).to(torch.int32),
             (longest,) * count,
-            self._places(own_page, positions),
+            rows_of(own_page, positions, self._page_size),
         )
         out = self._forward(ids, shifted, positions, attention)
         verdict = torch.where(as_written, 0, int(Flag.PREFILL_INPUTS))
@@ -162,39 +169,23 @@ class Prefill:
         tokens, and padding behind them."""
         inputs = torch.empty((1 + count, COLUMNS), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         rows, live = inputs[1:], len(tokens.ids)
-        rows[live:] = torch.tensor([self._state.padding_slot, 0, 0, 0])
+        rows[live:] = self._padding
         if live:
             rows[:live, 0] = torch.tensor(tokens.slots).repeat_interleave(torch.tensor(tokens.lengths))
             rows[:live, 1] = torch.cat([torch.arange(*span) for span in tokens.spans])
             rows[:live, 2] = torch.tensor(tokens.ids)
             rows[:live, 3] = torch.tensor(tokens.shifted)
-        inputs[0] = self._check(rows)
+        inputs[0] = check_word(rows)
         return inputs
-
-    def owners(self, tokens: Tokens) -> Tensor:
-        """``[N]`` int64: the chunk that each token belongs to."""
-        lengths = torch.tensor(tokens.lengths)
-        return stage(torch.arange(len(lengths)).repeat_interleave(lengths), torch.int64, self._device)
-
-    @staticmethod
-    def _check(rows: Tensor) -> Tensor:
-        """``[]`` int64: a word that any likely change of ``rows`` ``[N, 4]`` changes, in wrapping arithmetic."""
-        weights = device_weights(rows.numel(), rows.device).view(rows.shape)
-        return (weights * (rows + 1)).sum()
 
     def _table(self, slots: Tensor, positions: int) -> Tensor:
         """Block tables of ``slots`` that cover ``positions``.
 
         Nothing is written outside of the pool; the slot's first step names an id that is.
         """
-        width = min(-(-positions // self._pool.page_size), self._state.block_table.shape[1])
+        width = min(-(-positions // self._page_size), self._state.block_table.shape[1])
         table = self._state.block_table[:, :width].index_select(0, slots)
         return table.masked_fill((table < 0) | (table >= self._pool.num_pages), SCRATCH_PAGE)
-
-    def _places(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """Rows of the pool for ``positions`` on ``pages``: ``[N]`` int64."""
-        size = self._pool.page_size
-        return pages.to(torch.int64) * size + positions % size
 
     def _forward(
         self,

@@ -72,6 +72,12 @@ def device_weights(count: int, device: torch.device) -> Tensor:
     return _mix(torch.arange(1, count + 1, device=device) * _POSITION)
 
 
+def check_word(values: Tensor) -> Tensor:
+    """``[]`` int64: a word that any likely change of int64 ``values`` changes, in wrapping arithmetic."""
+    weights = device_weights(values.numel(), values.device).view(values.shape)
+    return (weights * (values + 1)).sum()
+
+
 def uniforms(keys: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     """Uniform float64 in [0, 1) of the shape of ``positions``.
 

@@ -60,7 +60,6 @@ class Runner:
         self.state = state
         self._draft_reach = draft_reach
         self._hidden_size = hidden_size
-        self._max_uniform_tokens = max_uniform_tokens
         self._token_buckets = token_buckets(max_uniform_tokens)
         self._eager_reason = eager_reason
         self._device = pool.pages.device
@@ -181,7 +180,7 @@ class Runner:
             stride=self._stride,
             hidden_size=self._hidden_size,
             max_rows=max_rows,
-            max_tokens=self._max_uniform_tokens,
+            token_buckets=self._token_buckets,
             mode=mode,
             counts=self.counts,
         )
@@ -204,11 +203,11 @@ class Runner:
             What to read of them, if anything; it is not waited for.
         """
         self._clock.interrupt()
-        slots, tokens = self._slots([chunk.sequence for chunk in chunks]), Tokens.of(chunks)
-        live = len(tokens.ids)
+        tokens = Tokens.of(chunks)
+        live, (slots, owners) = len(tokens.ids), self._prefill.staged(tokens)
         with threads_for(live, self._device):
-            out, graph = self._run_prefill([chunk.sequence for chunk in chunks], tokens)
-        raised = self.state.raise_flags(slots, self._prefill.owners(tokens), out.found[:live], out.verdict)
+            out, graph = self._run_prefill([chunk.sequence for chunk in chunks], tokens, slots, owners)
+        raised = self.state.raise_flags(slots, owners, out.found[:live], out.verdict)
         if graph != "ragged":
             capture = None if graph is None or self.graphs is None else self.graphs.capture_of(graph)
             record = PrefillRecord(graph, capture, fetch(raised))
@@ -216,11 +215,11 @@ class Runner:
                 self._prefilled_by[slot].append((record, place))
         self.counts["nan_guard_rows_checked", ("prefill",)] += live
         with threads_for(len(chunks), self._device):
-            self._begin(chunks, tokens.spans, out.hidden)
+            self._begin(chunks, tokens, out.hidden)
         return tell(self.decoder, self.state, chunks, slots, out.target_hidden[:live])
 
     def _run_prefill(
-        self, sequences: Seq[Sequence], tokens: Tokens
+        self, sequences: Seq[Sequence], tokens: Tokens, slots: Tensor, owners: Tensor
     ) -> tuple[Prefilled, GraphKey | Literal["ragged"] | None]:
         """Their forward, and the graph that was replayed for it: uniform where it is small, else ragged and eager.
 
@@ -228,13 +227,12 @@ class Runner:
         whose findings are read at once, which must not be told of a replay's fault.
         """
         reason: ForwardReason = "prefill"
-        few = len(tokens.ids) <= self._max_uniform_tokens and tokens.num_keys <= MAX_KEYS
+        count = next((one for one in self._token_buckets if one >= len(tokens.ids)), None)
         if all(is_audit(one.request.request_id) for one in sequences):
             reason = "audit"
         elif any(one.rebuilt for one in sequences):
             reason = "retry"
-        elif few and not any(one.reads_prefill for one in sequences):
-            count = next(one for one in self._token_buckets if one >= len(tokens.ids))
+        elif count and tokens.num_keys <= MAX_KEYS and not any(one.reads_prefill for one in sequences):
             if self.graphs is None:
                 self._count("prefill", reason)
                 return self._run_uniform_eager(tokens, count), None
@@ -244,7 +242,7 @@ class Runner:
                 return out
             reason = out  # and in another form: what turned the graph off may be at fault eager too
         self._count("prefill", reason)
-        return self._prefill.ragged(tokens), "ragged"
+        return self._prefill.ragged(tokens, slots, owners), "ragged"
 
     def _run_uniform_eager(self, tokens: Tokens, count: int) -> Prefilled:
         """As a graph of ``count`` tokens would run it, padding included: the results are the same."""
@@ -255,9 +253,9 @@ class Runner:
         """Zero pages that a fault may have tainted, after everything launched so far."""
         self.pool.scrub(page_ids)
 
-    def _begin(self, chunks: Seq[PrefillChunk], spans: list[tuple[int, int]], draft_hidden: Tensor) -> None:
+    def _begin(self, chunks: Seq[PrefillChunk], tokens: Tokens, draft_hidden: Tensor) -> None:
         """Start the slots whose prefill is complete, with drafts where there is a draft model."""
-        last_rows = torch.tensor([end - start for start, end in spans]).cumsum(0) - 1
+        spans, last_rows = tokens.spans, torch.tensor(tokens.lengths).cumsum(0) - 1
         done = [place for place, chunk in enumerate(chunks) if chunk.is_last]
         for place in done:
             self.state.start(chunks[place].slot, spans[place][1])
@@ -289,7 +287,8 @@ class Runner:
         longest = self.state.block_table.shape[1] * self.pool.page_size
         for count in row_classes(prefill_tokens) if compiled else [prefill_tokens]:
             ids = [0] * count
-            self._prefill.ragged(Tokens([self.state.padding_slot], [(0, count)], ids, ids))
+            tokens = Tokens([self.state.padding_slot], [(0, count)], ids, ids)
+            self._prefill.ragged(tokens, *self._prefill.staged(tokens))
         for count in self._token_buckets:
             self._run_uniform_eager(Tokens.none(), count)
         for count in row_classes(most):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from engine.guard import HALTING, Flag, classify, is_halted, reduce_rows
-from engine.kv.pool import SCRATCH_PAGE, LatentPool
+from engine.kv.pool import SCRATCH_PAGE, LatentPool, rows_of
 from engine.layout import uniform_layout
-from engine.rng import Purpose, device_weights, uniforms
+from engine.rng import Purpose, check_word, uniforms
 from engine.sampler import Variant, distribution, draw, mask_logits, process_logits
 from engine.spec import Accepted, Drafted, Places, Rows, furthest_start
 from engine.state import FLAGS, NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
@@ -67,7 +67,7 @@ class PlainOps(SlotOps):
         padding = self._state.padding_slot
         bad = ((slots < 0) | (slots > padding)).any()
         if check is not None:
-            bad = bad | ((device_weights(slots.shape[0], slots.device) * (slots + 1)).sum() != check[0])
+            bad = bad | (check_word(slots) != check[0])
         return torch.where(bad, padding, slots), bad * int(Flag.SLOTS)
 
     def _check_rows(self, seq_len: Tensor, tokens: Tensor, table: Tensor, furthest: int) -> Tensor:
@@ -92,9 +92,8 @@ class PlainOps(SlotOps):
         first = first + ahead if ahead else first
         layout = uniform_layout(rows.slots.shape[0], stride, rows.slots.device)
         positions = first[:, None] + layout.offsets
-        size = self._page_size
-        pages = rows.block_table.gather(1, positions // size)
-        write_slots = (pages * size + positions % size).flatten()
+        pages = rows.block_table.gather(1, positions // self._page_size)
+        write_slots = rows_of(pages, positions, self._page_size).flatten()
         return Places(positions.flatten(), write_slots, (first + stride).to(torch.int32))
 
     def accept(self, rows: Rows, logits: Tensor, allowed: Tensor | None) -> Accepted:

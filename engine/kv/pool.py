@@ -54,6 +54,11 @@ class LatentPool:
         self.pages[:, torch.tensor(page_ids, device=self.pages.device)] = 0
 
 
+def rows_of(pages: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Rows of a plane, int64, for int64 ``positions`` that stand on ``pages``, of the same shape."""
+    return pages.to(torch.int64) * page_size + positions % page_size
+
+
 def pool_bytes_per_token(num_layers: int, latent_dim: int, dtype: torch.dtype) -> int:
     """Bytes that one position takes over all planes."""
     return num_layers * latent_dim * dtype.itemsize

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.contract import GraphKey
 from engine.engine import Engine
 from engine.graph import DISABLE_AFTER, StepGraphs
-from engine.prefill import COLUMNS, Tokens, token_buckets
+from engine.prefill import COLUMNS, Prefill, Prefilled, Tokens, token_buckets
 from engine.sampler import GREEDY
 from engine.types import SamplingParams
 from tests.engine.drive import Answer, generate, greedy, make_engine, request
@@ -95,10 +95,10 @@ def test_uniform_is_ragged(path: Path, spans: list[tuple[int, int]]) -> None:
             pool.pages.zero_()
             for slot, (start, end) in enumerate(before):
                 if end:
-                    prefill.ragged(_tokens([slot], [(start, end)]))
+                    _ragged(prefill, _tokens([slot], [(start, end)]))
             tokens = _tokens(list(range(len(spans))), spans)
             out.append(
-                prefill.ragged(tokens)
+                _ragged(prefill, tokens)
                 if form == "ragged"
                 else prefill.uniform(prefill.uniform_inputs(tokens, len(tokens.ids) + 3))
             )
@@ -108,6 +108,10 @@ def test_uniform_is_ragged(path: Path, spans: list[tuple[int, int]]) -> None:
     torch.testing.assert_close(out[1].hidden[:live], out[0].hidden, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(kept[1], kept[0], rtol=1e-4, atol=1e-5)
     assert int(out[1].verdict) == 0 and not out[1].found.any()
+
+
+def _ragged(prefill: Prefill, tokens: Tokens) -> Prefilled:
+    return prefill.ragged(tokens, *prefill.staged(tokens))
 
 
 def _tokens(slots: list[int], spans: list[tuple[int, int]]) -> Tokens:

@@ -178,7 +178,8 @@ def serve(runner: Runner) -> Iterator[str]:
     hidden = torch.zeros(SLOTS, runner._hidden_size, dtype=runner.pool.pages.dtype)
     for tokens in range(1, CHUNK + 1):
         ids = [0] * tokens
-        runner._prefill.ragged(Tokens(slots[:1].tolist(), [(0, tokens)], ids, ids))
+        one = Tokens(slots[:1].tolist(), [(0, tokens)], ids, ids)
+        runner._prefill.ragged(one, *runner._prefill.staged(one))
         yield f"a prefill of {tokens}"
     for tokens in token_buckets(CHUNK):
         runner._run_uniform_eager(Tokens.none(), tokens)
