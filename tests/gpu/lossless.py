@@ -66,7 +66,9 @@ class Verdict:
 def summary(verdicts: Sequence[Verdict]) -> str:
     """How many requests part in each comparison, and how near the ties were."""
     largest = max(one.largest for one in verdicts)
-    told = f"{', '.join(map(str, verdicts))} part, at most {largest:.3f} nats below the best token"
+    near = f"at most {largest:.3f} nats below the best token"
+    distance = near if largest < math.inf else "some beyond the 20 best tokens"
+    told = f"{', '.join(map(str, verdicts))} part, {distance}"
     routed = {
         (one.request, one.place)
         for verdict in verdicts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.engine.drive import make_engine
 from tests.fixtures.checkpoints import build_f1
-from tests.gpu.lossless import compare, in_batches, summary, tokens_of
+from tests.gpu.lossless import Verdict, compare, in_batches, summary, tokens_of
 from tests.gpu.show import main
 from tests.gpu.show_rows import Row, fill, lines
 from tests.gpu.show_sections import SECTIONS, Result, Section, read_json, read_tests
@@ -220,4 +221,6 @@ def test_a_difference_is_judged_by_the_targets_own_odds(tmp_path: Path) -> None:
     assert summary([verdict]) == "a = b 1 of 3 part, at most 0.223 nats below the best token"
     [difference] = compare(engine, "a = b", prompts, right, wrong).beyond(0.25)
     assert (difference.request, difference.place) == (0, 3) and difference.gap > 19
+    far = Verdict("c = d", 3, [replace(difference, gap=math.inf)])
+    assert summary([verdict, far]) == "a = b 1 of 3, c = d 1 of 3 part, some beyond the 20 best tokens"
     assert compare(engine, "same", prompts, right, right[:2]).differences == []
