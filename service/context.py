@@ -44,7 +44,9 @@ class Service:
     def __post_init__(self) -> None:
         settings = self.settings
         self.admission = Admission(settings.max_num_seqs, settings.max_queued_requests)
-        self.bodies = BodyReader(settings.max_body_bytes, settings.request_timeout)
+        self.bodies = BodyReader(
+            settings.max_body_bytes, settings.max_total_body_bytes, settings.request_timeout
+        )
         self.lifecycle.on_drain = self.bodies.end_all
         self.chat_marks = ChatMarks.choose(
             settings.reasoning_parser, settings.tool_call_parser, self.tokenizer.has_token

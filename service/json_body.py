@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from service.body_reader import BodyReader
+from service.body_reader import SMALL_BODY_BYTES, BodyReader
 from service.errors import ApiError, bad_request
 
 LARGE_FIELDS = frozenset({"prompt", "messages", "tools", "tokens"})
@@ -38,7 +38,7 @@ async def read_json_object(request: Request, bodies: BodyReader) -> dict[str, An
         bodies: Reads it.
 
     Raises:
-        ApiError: 400, 415, or as `BodyReader.read`.
+        ApiError: 400, 415, or as `BodyReader.body`.
         starlette.requests.ClientDisconnect: The client went away while sending.
     """
     content_type = request.headers.get("content-type", "application/json")
@@ -48,10 +48,10 @@ async def read_json_object(request: Request, bodies: BodyReader) -> dict[str, An
     if encoding.strip().lower() != "identity":
         message = f"The Content-Encoding {encoding[:100]!r} is not supported: send the body as it is."
         raise _unsupported(message)
-    raw = await bodies.read(request)
-    if len(raw) <= MAX_FIELD_BYTES:
-        return parse_json_object(raw)
-    return await asyncio.get_running_loop().run_in_executor(_PARSER, parse_json_object, raw)
+    async with bodies.body(request) as raw:  # it counts while it waits for the parser, too
+        if len(raw) <= SMALL_BODY_BYTES:
+            return parse_json_object(raw)
+        return await asyncio.get_running_loop().run_in_executor(_PARSER, parse_json_object, raw)
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:

@@ -1,29 +1,28 @@
-"""What an answer tells of its prompt: its text (``echo``) and its tokens' log-probabilities."""
+"""What an answer tells of its prompt: its text (``echo``) and its tokens' log-probabilities; and how many of those,
+and of the generated tokens', it may have at all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.types import TokenLogprobs
+from engine.types import SamplingParams, TokenLogprobs
 from service.detokenize import Detokenizer
 from service.errors import bad_request
 from service.prompts import EncodedPrompt
 from service.responses import PromptLogprob, PromptLogprobs
-from service.schemas import ChatBody, GenerationBody
+from service.schemas import MAX_SCORES, ChatBody, GenerationBody
 from service.text import Tokenizer
 
 MIN_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON cannot hold (as in OpenAI's API)."""
 
-MAX_SCORES = 1 << 18
-"""Most log-probabilities of prompt tokens in an answer, each token's own included: some 17 MB."""
-
 
 def check_scores(body: GenerationBody, prompts: Sequence[EncodedPrompt]) -> None:
     """Refuse an answer with very many log-probabilities of prompt tokens. Raises ``ApiError`` (400)."""
     wanted = 0 if body.prompt_logprobs is None else 1 + body.prompt_logprobs
-    if body.echoes and body.num_logprobs is not None:
-        wanted += 1 + body.num_logprobs
+    if body.echoes:
+        wanted += body.scores_per_token
     copies = 1 if isinstance(body, ChatBody) else body.n  # a chat's prompt is told of once
     count = wanted * copies * sum(len(prompt.token_ids) for prompt in prompts)
     if count > MAX_SCORES:
@@ -32,6 +31,19 @@ def check_scores(body: GenerationBody, prompts: Sequence[EncodedPrompt]) -> None
             f"{param}: the answer would have {count} log-probabilities of prompt tokens (prompts x n x tokens x "
             f"alternatives), at most {MAX_SCORES} are possible.",
             param,
+        )
+
+
+def check_generated_scores(body: GenerationBody, params: Sequence[SamplingParams]) -> None:
+    """Refuse an answer that may have very many log-probabilities of generated tokens; a stream too, for all of it
+    waits here if its client does not read. ``params`` are those of each prompt. Raises ``ApiError`` (400).
+    """
+    count = body.scores_per_token * body.n * sum(one.max_tokens for one in params)
+    if count > MAX_SCORES:
+        raise bad_request(
+            f"logprobs: the answer could have {count} log-probabilities of generated tokens (prompts x n x "
+            f"max_tokens x (alternatives + 1)), at most {MAX_SCORES} are possible.",
+            "logprobs",
         )
 
 

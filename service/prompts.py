@@ -11,7 +11,13 @@ from engine.types import EngineInfo, SamplingParams
 from service.chat_template import ChatTemplateError
 from service.errors import ApiError, bad_request
 from service.messages import Conversation
-from service.schemas import DEFAULT_COMPLETION_TOKENS, MAX_CHOICES, CompletionBody, GenerationBody
+from service.schemas import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_CHOICES,
+    MAX_SCORES,
+    CompletionBody,
+    GenerationBody,
+)
 from service.text import Tokenizer
 
 GREEDY_BELOW = 1e-5
@@ -192,7 +198,11 @@ def _max_tokens(body: GenerationBody, num_prompt: int, limits: ModelLimits) -> i
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limits.check_total(num_prompt, body.token_limit, param)
         return body.token_limit
-    return min(room, DEFAULT_COMPLETION_TOKENS) if isinstance(body, CompletionBody) else room
+    if isinstance(body, CompletionBody):
+        return min(room, DEFAULT_COMPLETION_TOKENS)
+    # Nobody asked for so many tokens: what bounds the answer's log-probabilities shortens it, and refuses nothing
+    scores = body.n * body.scores_per_token
+    return min(room, MAX_SCORES // scores) if scores else room
 
 
 def _prompt_list(value: object) -> list[str] | list[list[int]]:

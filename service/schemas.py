@@ -21,6 +21,9 @@ from service.unsupported import drop_neutral
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_SCORES = 1 << 18
+"""Most log-probabilities of prompt tokens in an answer, each token's own included, and as many of generated ones:
+some 17 MB."""
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 DEFAULT_COMPLETION_TOKENS = 16
@@ -83,6 +86,11 @@ class GenerationBody(Body):
     def num_prompt_logprobs(self) -> int | None:
         """Top alternatives wanted for each prompt token; ``None``: no log-probabilities."""
         return self.prompt_logprobs
+
+    @property
+    def scores_per_token(self) -> int:
+        """Log-probabilities wanted for each generated token, its own included."""
+        return 0 if self.num_logprobs is None else 1 + self.num_logprobs
 
     @property
     def token_limit(self) -> int | None:

@@ -24,7 +24,7 @@ from service.errors import request_timeout
 from service.formats import Format, ResponseHead, answer_size
 from service.generation import ChoiceDelta, ChoicePlan, Generation
 from service.json_body import read_json_object
-from service.prompt_scores import check_scores, prompt_text
+from service.prompt_scores import check_generated_scores, check_scores, prompt_text
 from service.prompts import EncodedPrompt, ModelLimits, choice_seed, run, sampling_params
 from service.schemas import ChatBody, GenerationBody, parse_body
 from service.streaming import DONE, EventStream, event, while_connected
@@ -172,6 +172,7 @@ def _plan(
 ) -> Sequence[ChoicePlan]:
     """The engine's requests, prompt-major; refuses what does not fit. Raises ``ApiError``."""
     params = [sampling_params(body, len(prompt.token_ids), limits) for prompt in head.prompts]
+    check_generated_scores(body, params)
     plans: list[ChoicePlan] = []
     for index, prompt in enumerate(head.prompts):
         offset = None if body.num_logprobs is None else 0

@@ -141,6 +141,13 @@ class Settings(BaseSettings):
         allow_inf_nan=False,
     )
     max_body_bytes: int = _option(8 * 2**20, "Server", "Largest request body; above it 413.", ge=1)
+    max_total_body_bytes: int = _option(
+        64 * 2**20,
+        "Server",
+        "Most bytes of all bodies over 256 KiB that are received or wait to be decoded, but never less than "
+        "--max-body-bytes; above it 429.",
+        ge=1,
+    )
     drain_timeout: float = _option(
         30.0,
         "Server",

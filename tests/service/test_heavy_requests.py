@@ -7,11 +7,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from service.chat_format import ChatFormat
 from service.formats import CompletionFormat
-from service.prompt_scores import MAX_SCORES
+from service.schemas import MAX_SCORES
 from service.tokenizing import MAX_CALLS, MAX_TEXT_BYTES, MAX_TOKENS
 from tests.service.fake_engine import FakeEngine, engine_info
 from tests.service.harness import error_of, events_of, make_tokenizer, serving, tokens_of, until
@@ -206,6 +207,76 @@ async def test_log_probabilities_of_prompts_are_bounded(
                 assert response.status_code == 200
         plain = await harness.complete(prompt=[5] * 2 * MAX_SCORES, max_tokens=1, logprobs=20)
         assert plain.status_code == 200, "only what is told of the prompt counts"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "factor"),
+    [
+        ("completions", {"logprobs": 0}, 1),
+        ("completions", {"logprobs": 3}, 4),
+        ("completions", {"logprobs": 3, "stream": True}, 4),
+        ("completions", {"prompt": [[5]] * 4, "n": 2, "logprobs": 1}, 16),
+        ("completions", {"n": 8, "logprobs": 1, "echo": True, "prompt_logprobs": 20}, 16),
+        ("chat/completions", {"logprobs": True}, 1),
+        ("chat/completions", {"n": 2, "logprobs": True, "top_logprobs": 7}, 16),
+        ("chat/completions", {"n": 2, "logprobs": True, "top_logprobs": 7, "stream": True}, 16),
+    ],
+)
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+async def test_log_probabilities_of_generated_tokens_are_bounded(
+    path: str, body: dict[str, Any], factor: int, limit: str
+) -> None:
+    longest = MAX_SCORES // factor
+    given = {"prompt": [5]} if path == "completions" else {"messages": [SMALL]}
+    async with serving(roomy_engine()) as harness:
+
+        async def answer(**more: Any) -> httpx.Response:
+            return await harness.http.post(f"/v1/{path}", json={**given, **more})
+
+        error = error_of(await answer(**{**body, limit: longest + 1}))
+        assert (error["param"], error["code"]) == ("logprobs", "invalid_value")
+        assert f"{(longest + 1) * factor} log-probabilities" in error["message"]
+        assert not harness.engine.requests
+        assert (await answer(**{**body, limit: longest})).status_code == 200
+        assert (await answer(**{limit: 10 * MAX_SCORES})).status_code == 200, "only log-probabilities count"
+        error = error_of(await answer(**{**body, limit: 10**9}))
+        assert error["code"] == "context_length_exceeded", "what cannot be generated is told first"
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [
+        ({"logprobs": True}, 262144),
+        ({"logprobs": True, "stream": True}, 262144),
+        ({"logprobs": True, "top_logprobs": 20}, 12483),
+        ({"logprobs": True, "top_logprobs": 20, "n": 128}, 97),
+    ],
+)
+async def test_a_chat_without_a_limit_generates_as_many_tokens_as_its_log_probabilities_allow(
+    body: dict[str, Any], most: int
+) -> None:
+    async with serving(roomy_engine()) as harness:
+        assert (await harness.chat(**body)).status_code == 200
+        assert {request.params.max_tokens for request in harness.engine.requests} == {most}
+        error = error_of(await harness.chat(**body, min_tokens=most + 1))
+        assert error["param"] == "min_tokens" and f"the {most} tokens" in error["message"]
+        harness.engine.requests.clear()
+        prompt = (await harness.chat(n=2)).json()["usage"]["prompt_tokens"]
+        assert [request.params.max_tokens for request in harness.engine.requests] == [10**7 - prompt] * 2
+    async with serving(output=OUTPUT) as harness:
+        assert (await harness.chat(**{**body, "n": 1})).status_code == 200
+        [request] = harness.engine.requests
+        assert request.params.max_tokens == 256 - prompt, "there is no more room"
+
+
+async def test_an_answer_has_as_many_log_probabilities_as_it_may() -> None:
+    info = engine_info(max_model_len=10**7, max_request_tokens=10**7)
+    engine = FakeEngine(lambda request: tokens_of("x") * request.params.max_tokens, info=info)
+    async with serving(engine) as harness:
+        choices = (await harness.chat(logprobs=True, top_logprobs=20, n=128)).json()["choices"]
+    assert len(choices) == 128 and {choice["finish_reason"] for choice in choices} == {"length"}
+    told = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+    assert len(told) == 128 * 97 and sum(1 + len(entry["top_logprobs"]) for entry in told) == 260736
 
 
 async def test_a_chat_tells_its_prompt_once_whatever_n() -> None:
