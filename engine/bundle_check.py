@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.guard import HALTING, Flag
+from engine.guard import DRAFT, HALTING, Flag
 from engine.kv.pool import SCRATCH_PAGE
 from engine.options import AttentionBackend, Dtype, EngineOptions, Schedule
 from engine.sampler import Variant, choose_variant
@@ -148,7 +148,7 @@ def _check_request(manifest: Manifest) -> None:
     names = flag_names(manifest.flags)
     _require(manifest.flag_names == names, f"flag_names={manifest.flag_names}: the flags are {names}")
     _require(
-        bool(manifest.flags & (HALTING | Flag.DRAFT_NAN | Flag.DRAFT_INF)),
+        bool(manifest.flags & (HALTING | DRAFT)),
         f"flags={manifest.flags}: none of them halts or drops drafts",
     )
 
@@ -182,7 +182,7 @@ def _check_step(manifest: Manifest) -> None:
     _within("slot", manifest.slot, 0, rows - 1)
     _within("step.rows", step.rows, 1, rows if step.path == "replay" else 1)
     if step.longest is not None:
-        _within("step.longest", step.longest, 1, manifest.info.max_model_len)
+        _within("step.longest", step.longest, 1, _INT32_MAX)
     _require(
         (step.phase, step.path, step.reason) in _WAYS,
         f"step: phase {step.phase!r} with path {step.path!r} and reason {step.reason!r}",
@@ -273,6 +273,9 @@ def check_values(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         width * info.page_size >= info.max_model_len,
         f"block_table names {width} pages, too few for the {info.max_model_len} positions of max_model_len",
     )
+    # Not to max_model_len: a step reaches past it, and so may the bound of a graph for short rows
+    if manifest.step.longest is not None:
+        _within("step.longest", manifest.step.longest, 1, width * info.page_size)
     _require(len(manifest.host_pages) <= width, f"block_table names {width} pages, host_pages holds more")
     _require(
         tensors["page_ids"].tolist() == valid_pages(table, info.num_pages),

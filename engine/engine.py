@@ -19,7 +19,7 @@ from engine.bundle_writer import BundleWriter, TripBundles
 from engine.errors import RequestError
 from engine.grammar.masks import StepMasks
 from engine.grammar.walker import Constraint
-from engine.guard import HALTING, events
+from engine.guard import DRAFT, HALTING, events
 from engine.ladder import Ladder
 from engine.options import EngineOptions
 from engine.pending import PendingStep, StepTiming
@@ -120,7 +120,7 @@ class Engine:
         return users or self._auditor.has_work()
 
     def iterate(self) -> Outputs:
-        """One iteration: at most one step and one prefill are launched, at most one step's results read."""
+        """One iteration: at most one step of the batch, one of a row alone and one prefill; what is due is read."""
         deltas = self._add_compiled()
         alone = self._ladder.begin()
         if self._pending is not None and (self._pending.constrained or alone is not None):
@@ -234,6 +234,8 @@ class Engine:
         flagged = [result for result in told if result.flags and result.epoch == result.sequence.epoch]
         for result in flagged:
             self._runner.counts.update(dict.fromkeys(events(result.flags), 1))
+            if result.flags & DRAFT:
+                result.sequence.publishable = False  # a row of the draft's KV may be zeros, which cost drafts
         deltas = self._ladder.trip([one for one in flagged if one.flags & HALTING], launched.step)
         deltas += self._scheduler.process_prefills(prefills)
         return deltas + self._scheduler.process(rows)

@@ -2,10 +2,10 @@
 
 All that a step reads is device state indexed by slot, so the inputs of a captured step are its slots, and for
 grammars a mask of allowed tokens. Prefills of few tokens are captured too, and the draft phase behind them, as
-``prefill`` and ``draft``. What capture
-freezes is written down in a ``GraphContract``; each replay compares the contract with the present **by value** and
-refuses on the first field that differs. Values that only the device knows (slots as they arrived, lengths, page
-ids, query offsets where a kernel reads them) are checked inside the step; their verdict rides in its flag word.
+``prefill`` and ``draft``. What capture freezes is written down in a ``GraphContract``; each replay compares the
+contract with the present **by value** and refuses on the first field that differs. Values that only the device
+knows (slots as they arrived, lengths, page ids, query offsets where a kernel reads them) are checked inside the
+step; their verdict rides in its flag word.
 """
 
 from __future__ import annotations
@@ -174,8 +174,7 @@ class StepGraphs:
 
         def run() -> Outputs:
             if phase == "draft":
-                self._step.begin(slots, max_lens, variant, hidden, check)
-                return (slots,)
+                return (self._step.begin(slots, max_lens, variant, hidden, check),)
             out = self._step.run(slots, max_lens, variant, allowed, check)
             return out.packed, out.logits
 
@@ -224,13 +223,15 @@ class StepGraphs:
             return out
         return StepOutput(*(one[: len(slots)] for one in out)), key
 
-    def begin(self, slots: list[int], longest: int, variant: Variant, hidden: Tensor) -> ForwardReason | None:
+    def begin(
+        self, slots: list[int], longest: int, variant: Variant, hidden: Tensor
+    ) -> tuple[Tensor, GraphKey] | ForwardReason:
         """Replay the draft phase behind a prefill; or why it must run eager. ``hidden``: ``[len(slots), H]``."""
         key = self._key("draft", len(slots), longest, variant)
         if key is None:
             return "above_bucket"
         out = self._replay(key, len(slots), lambda rows: self._inputs.copy_in(rows, slots, None, hidden))
-        return out if isinstance(out, str) else None
+        return out if isinstance(out, str) else (out[0][: len(slots)], key)
 
     def prefill(self, tokens: Tokens, count: int) -> tuple[Prefilled, GraphKey] | ForwardReason:
         """Replay the uniform prefill of ``tokens`` in a bucket of ``count``; or why it cannot be replayed."""

@@ -48,6 +48,8 @@ NUMERICAL: Final = Flag.TARGET_NAN | Flag.TARGET_INF | Flag.TARGET_OOV | Flag.PR
 """The guard's verdicts on the target."""
 PREFILL: Final = Flag.PREFILL_NAN | Flag.PREFILL_INF | Flag.PREFILL_INPUTS
 """What was found in a prefill, and is told by the first step behind it."""
+DRAFT: Final = Flag.DRAFT_NAN | Flag.DRAFT_INF
+"""The guard's verdicts on the draft: its drafts are dropped, and what its request wrote is not shared."""
 HALTING: Final = CONTRACT | NUMERICAL
 """Flags of a slot that must not go on."""
 
@@ -92,7 +94,7 @@ def events(flags: int) -> list[tuple[str, tuple[str, ...]]]:
     found: list[tuple[str, tuple[str, ...]]] = [
         ("nan_guard_trips", labels) for flag, labels in _TRIPS.items() if flags & flag
     ]
-    if flags & (Flag.DRAFT_NAN | Flag.DRAFT_INF) and not flags & HALTING:
+    if flags & DRAFT and not flags & HALTING:
         found.append(("nan_guard_actions", ("drafts_dropped", "draft")))
     if flags & Flag.IGNORED:
         found.append(("nan_guard_actions", ("ignored", "none")))

@@ -99,7 +99,7 @@ class Ladder:
                 violated.setdefault(graph, set()).update(violated_fields(result.flags))
             elif not record.reported:
                 record.reported = True
-                self._report(record.graph, violated_fields(result.flags))
+                self._report(record.run.graph, violated_fields(result.flags))
         for key, fields in violated.items():
             self._report(key, sorted(fields))
         return [delta for result, record in found for delta in self._trip(result, record, graph)]
@@ -136,7 +136,7 @@ class Ladder:
         if record is None:
             capture = self._runner.graphs.capture_of(graph) if self._runner.graphs and graph else None
         else:
-            graph, capture = record.graph, record.capture
+            graph, capture = record.run
         suspicion = Suspicion(graph, capture, bool(result.flags & CONTRACT), rungs)
         self.turns.join(result.sequence)
         self._scrub(self._scheduler.rebuild(result.sequence, suspicion))

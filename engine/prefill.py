@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,20 +75,26 @@ class Prefilled:
 
     target_hidden: Tensor  # [N, H]
     hidden: Tensor  # [N, H]: the last model's, which is the target without a draft
-    found: Tensor  # [N] int64: the guard's verdict on the target's states of each token
+    found: Tensor  # [N, models] int64: the guard's verdict on the states of each token, the target's first
     verdict: Tensor  # [] int64: the contract's
 
 
-@dataclass(slots=True, eq=False)
-class PrefillRecord:
-    """A uniform forward, as a fault of one of its requests asks for it."""
+class UniformRun(NamedTuple):
+    """How a prefill in the uniform form, or a draft phase behind prefills, ran."""
 
     graph: GraphKey | None
     """What was replayed; ``None`` if it ran eager."""
     capture: object
     """The capture itself."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRecord:
+    """A forward of one of those forms, as a fault of one of its requests asks for it."""
+
+    run: UniformRun
     raised: Tensor
-    """``[R]`` int64 on the host: the flags that each of its chunks raised, once the device got there."""
+    """``[R]`` int64 on the host: the flags that each of its requests raised, once the device got there."""
     reported: bool = False
     """Its violations of the contract are counted."""
 
@@ -196,8 +202,13 @@ class Prefill:
     ) -> Prefilled:
         hidden: Tensor = self._decoder(ids, positions, attention)
         found = classify(hidden, Flag.PREFILL_NAN, Flag.PREFILL_INF)
-        last = hidden if self._draft is None else self._draft(hidden, shifted, positions, attention)
-        return Prefilled(hidden, last, found, torch.zeros((), dtype=torch.int64, device=self._device))
+        verdict = torch.zeros((), dtype=torch.int64, device=self._device)
+        if self._draft is None:
+            return Prefilled(hidden, hidden, found[:, None], verdict)
+        last = self._draft(hidden, shifted, positions, attention)
+        # What the draft makes of a target's fault is none of its own
+        drafted = torch.where(found > 0, 0, classify(last, Flag.DRAFT_NAN, Flag.DRAFT_INF))
+        return Prefilled(hidden, last, torch.stack((found, drafted), dim=1), verdict)
 
 
 def token_buckets(limit: int) -> list[int]:

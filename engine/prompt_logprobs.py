@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.guard import Flag
+from engine.guard import DRAFT, HALTING, Flag
 from engine.model.decoder import Decoder
 from engine.sequence import PrefillChunk, PrefillResult
 from engine.staging import fetch, stage
@@ -82,7 +82,10 @@ def tell(
         for place in telling
     ]
     places = stage(telling, torch.int64, slots.device)
+    # A fault of the draft is told by the first step, if there will be one
+    known = [int(HALTING | (DRAFT if chunks[place].sequence.only_prefills else 0)) for place in telling]
     flags = state.core[:, FLAGS].index_select(0, slots.index_select(0, places))
+    flags &= stage(known, torch.int64, slots.device)
     spoilt = [
         one.own.isnan().any() if one is not None else flags.new_zeros((), dtype=torch.bool) for one in scores
     ]

@@ -20,7 +20,7 @@ from engine.bundle import Bundle, BundleError, Manifest, checkpoint_digest
 from engine.bundle_check import flag_names
 from engine.capture import CudaGraph, Outputs, SimulatedGraph
 from engine.errors import ConfigError
-from engine.guard import HALTING, PREFILL, Flag
+from engine.guard import DRAFT, HALTING, PREFILL
 from engine.kv.pool import SCRATCH_PAGE
 from engine.model.draft import MtpDraft
 from engine.options import Device, EngineOptions, Graphs
@@ -35,7 +35,6 @@ from engine.types import Progress, Request
 MAX_KV_FAULTS: Final = 32
 """Most non-finite rows of the stored KV that a report names."""
 
-_DRAFT_FLAGS: Final = Flag.DRAFT_NAN | Flag.DRAFT_INF
 _Mode = Literal["cuda", "simulate", "off"]
 
 
@@ -119,7 +118,7 @@ class _Replayer:
         in_prefill = bool(self._manifest.flags & PREFILL)
         self._in_prefill = in_prefill or self._manifest.step.phase == "prefill"
         # A target that is not finite makes the draft so
-        self._sought = self._manifest.flags & HALTING or self._manifest.flags & _DRAFT_FLAGS
+        self._sought = self._manifest.flags & HALTING or self._manifest.flags & DRAFT
         self._check_fit()
         self._pages = bundle.tensors["pages"].to(self._device)
         self._table = self._remapped_table()
@@ -193,7 +192,7 @@ class _Replayer:
         """A prefill, the step eager and the step replayed: each if the bundle is about it."""
         manifest = self._manifest
         # The first drafts of a request come from the phase behind its prefill
-        first_drafts = self._sought & _DRAFT_FLAGS and manifest.num_tokens == manifest.num_prompt
+        first_drafts = self._sought & DRAFT and manifest.num_tokens == manifest.num_prompt
         prefilled = self._prefill() if self._in_prefill or first_drafts or not manifest.complete else None
         if self._in_prefill:
             return prefilled, None, None

@@ -14,14 +14,14 @@ from engine.attention import AttentionBackend
 from engine.audit import is_audit
 from engine.contract import GraphKey
 from engine.graph import VARIANTS, StepGraphs
-from engine.guard import Flag
+from engine.guard import CONTRACT, HALTING, Flag
 from engine.kernels import fused, row_classes
 from engine.kv.pool import SCRATCH_PAGE, LatentPool
 from engine.model.loader import LoadedModel
 from engine.pending import PendingStep, StepClock, StepRows, device_logprobs
-from engine.prefill import MAX_KEYS, Prefill, Prefilled, PrefillRecord, Tokens, token_buckets
+from engine.prefill import MAX_KEYS, Prefill, Prefilled, PrefillRecord, Tokens, UniformRun, token_buckets
 from engine.prompt_logprobs import PendingPrefill, tell
-from engine.sampler import FULL, GREEDY, choose_variant, mask_words
+from engine.sampler import FULL, GREEDY, Variant, choose_variant, mask_words
 from engine.sequence import PrefillChunk, Sequence
 from engine.spec import SpeculativeStep, StepOps, StepOutput
 from engine.staging import fetch, stage
@@ -87,9 +87,9 @@ class Runner:
         self._prefilled_by[sequence.slot] = []
 
     def faulty_prefill(self, row: Sequence) -> PrefillRecord | None:
-        """The first uniform forward that found a fault in its part of ``row``; the row's first step has run."""
+        """The first forward before ``row``'s first step that found a fault in it; that step has run."""
         records = self._prefilled_by[_slot(row)]
-        return next((record for record, place in records if int(record.raised[place])), None)
+        return next((record for record, place in records if int(record.raised[place]) & HALTING), None)
 
     @torch.inference_mode()
     def read_drafts(self, rows: Seq[Sequence]) -> list[list[int]]:
@@ -206,11 +206,10 @@ class Runner:
         tokens = Tokens.of(chunks)
         live, (slots, owners) = len(tokens.ids), self._prefill.staged(tokens)
         with threads_for(live, self._device):
-            out, graph = self._run_prefill([chunk.sequence for chunk in chunks], tokens, slots, owners)
+            out, run = self._run_prefill([chunk.sequence for chunk in chunks], tokens, slots, owners)
         raised = self.state.raise_flags(slots, owners, out.found[:live], out.verdict)
-        if graph != "ragged":
-            capture = None if graph is None or self.graphs is None else self.graphs.capture_of(graph)
-            record = PrefillRecord(graph, capture, fetch(raised))
+        if run is not None:
+            record = PrefillRecord(run, fetch(raised))
             for place, slot in enumerate(tokens.slots):
                 self._prefilled_by[slot].append((record, place))
         self.counts["nan_guard_rows_checked", ("prefill",)] += live
@@ -220,8 +219,8 @@ class Runner:
 
     def _run_prefill(
         self, sequences: Seq[Sequence], tokens: Tokens, slots: Tensor, owners: Tensor
-    ) -> tuple[Prefilled, GraphKey | Literal["ragged"] | None]:
-        """Their forward, and the graph that was replayed for it: uniform where it is small, else ragged and eager.
+    ) -> tuple[Prefilled, UniformRun | None]:
+        """Their forward: uniform where it is small, else ragged and eager (``None``).
 
         What is there to find fault with the others stays ragged: audits, and prefills after a fault. So do those
         whose findings are read at once, which must not be told of a replay's fault.
@@ -235,14 +234,15 @@ class Runner:
         elif count and tokens.num_keys <= MAX_KEYS and not any(one.reads_prefill for one in sequences):
             if self.graphs is None:
                 self._count("prefill", reason)
-                return self._run_uniform_eager(tokens, count), None
+                return self._run_uniform_eager(tokens, count), UniformRun(None, None)
             out = self.graphs.prefill(tokens, count)
             if not isinstance(out, str):
                 self._forwards["prefill", "replay", "none"] += 1
-                return out
+                prefilled, key = out
+                return prefilled, UniformRun(key, self.graphs.capture_of(key))
             reason = out  # and in another form: what turned the graph off may be at fault eager too
         self._count("prefill", reason)
-        return self._prefill.ragged(tokens, slots, owners), "ragged"
+        return self._prefill.ragged(tokens, slots, owners), None
 
     def _run_uniform_eager(self, tokens: Tokens, count: int) -> Prefilled:
         """As a graph of ``count`` tokens would run it, padding included: the results are the same."""
@@ -254,9 +254,10 @@ class Runner:
         self.pool.scrub(page_ids)
 
     def _begin(self, chunks: Seq[PrefillChunk], tokens: Tokens, draft_hidden: Tensor) -> None:
-        """Start the slots whose prefill is complete, with drafts where there is a draft model."""
+        """Start the slots whose prefill is complete and who will step, with drafts where there is a draft model."""
         spans, last_rows = tokens.spans, torch.tensor(tokens.lengths).cumsum(0) - 1
-        done = [place for place, chunk in enumerate(chunks) if chunk.is_last]
+        ready = (chunk.is_last and not chunk.sequence.only_prefills for chunk in chunks)
+        done = [place for place, is_ready in enumerate(ready) if is_ready]
         for place in done:
             self.state.start(chunks[place].slot, spans[place][1])
         if self.draft is None or not done:
@@ -265,14 +266,30 @@ class Runner:
         hidden = draft_hidden.index_select(0, stage(last_rows[done], torch.int64, self._device))
         max_lens = tuple(self._reach(spans[place][1]) for place in done)
         variant = choose_variant([sequence.request.params for sequence in sequences])
-        reason: ForwardReason | None = self._eager_reason
-        if self.graphs is not None:
-            reason = self.graphs.begin([_slot(one) for one in sequences], max(max_lens), variant, hidden)
-        if reason is None:
-            self._forwards["draft", "replay", "none"] += 1
-            return
+        flags, run = self._draft_first(sequences, max_lens, variant, hidden)
+        # Told by the slots' first steps, also if the replay took others for them
+        raised = flags & int(CONTRACT)
+        self.state.core[self._slots(sequences), FLAGS] |= raised
+        record = PrefillRecord(run, fetch(raised))
+        for place, sequence in enumerate(sequences):
+            self._prefilled_by[_slot(sequence)].append((record, place))
+
+    def _draft_first(
+        self, sequences: Seq[Sequence], max_lens: tuple[int, ...], variant: Variant, hidden: Tensor
+    ) -> tuple[Tensor, UniformRun]:
+        """The draft phase behind prefills: the flags ``[B]`` that it raised, and how it ran."""
+        reason: ForwardReason = self._eager_reason
+        if any(one.rebuilt for one in sequences):
+            reason = "retry"
+        elif self.graphs is not None:
+            out = self.graphs.begin([_slot(one) for one in sequences], max(max_lens), variant, hidden)
+            if not isinstance(out, str):
+                self._forwards["draft", "replay", "none"] += 1
+                flags, key = out
+                return flags, UniformRun(key, self.graphs.capture_of(key))
+            reason = out
         self._count("draft", reason)
-        self.step.begin(self._slots(sequences), max_lens, variant, hidden)
+        return self.step.begin(self._slots(sequences), max_lens, variant, hidden), UniformRun(None, None)
 
     @torch.inference_mode()
     def warm_up(self, prefill_tokens: int) -> None:

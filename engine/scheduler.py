@@ -151,12 +151,12 @@ class Scheduler:
         """Plan one iteration. The caller launches its rows exactly once and later processes their results."""
         rows = self._grow_rows()
         bound = self._admit()
-        ready = [sequence for sequence in bound if sequence.may_step]
-        for sequence in ready:
-            insort(rows, sequence, key=order_of)
+        for sequence in bound:
+            if sequence.may_step:  # one known token: nothing to prefill
+                insort(rows, sequence, key=order_of)
         for sequence in rows:
             sequence.steps_in_flight += 1
-        return Plan(bound, self._queues.page_updates(), ready, rows, self._share_prefill())
+        return Plan(bound, self._queues.page_updates(), rows, self._share_prefill())
 
     def leave_out(self, rows: list[Sequence]) -> None:
         """Take rows out of the plan just made: they are not launched, and a later plan has them again."""

@@ -179,8 +179,6 @@ class Plan:
     """Newly admitted or resumed: a slot was assigned, its parameters and state are to be written."""
     pages: list[tuple[int, int, list[int]]]
     """(slot, first block-table index, page ids) to write before anything is launched."""
-    ready: list[Sequence]
-    """The part of ``bind`` that needs no prefill (one known token). They are in ``rows`` already."""
     rows: list[Sequence]
     """One speculative step over these, by priority and arrival."""
     prefill: list[PrefillChunk]

@@ -40,7 +40,7 @@ class Rows:
     block_table: Tensor  # [B, pages of the longest row] int32; all scratch for a row that may not run
     max_lens: tuple[int, ...]  # positions that each row can reach, at most
     variant: Variant
-    width: int  # tokens of a row to verify: W, or 1 to leave its drafts out
+    width: int  # tokens of a row to verify: W, 1 to leave its drafts out, or 0 in a draft phase alone
 
     @property
     def seq_len(self) -> Tensor:
@@ -85,9 +85,7 @@ class Drafted:
 
     tokens: list[Tensor]  # K of [B] int64
     probs: Tensor | None  # [B, K, V] float32: what each was drawn from, if it is not stored yet
-    found: list[
-        Tensor
-    ]  # K of [B] int64: the guard's verdict on each one's logits, the contract's on its layout
+    found: list[Tensor]  # K of [B] int64: the guard's verdict on its logits, the contract's on its layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +222,23 @@ class SpeculativeStep:
         variant: Variant,
         draft_hidden: Tensor,
         check: Tensor | None = None,
-    ) -> None:
+    ) -> Tensor:
         """The draft phase alone, for slots whose prefill just ended, so that their first step has K drafts.
 
         Args:
             draft_hidden: ``[B, H]``, the draft's hidden state at each slot's last written position.
+
+        Returns:
+            ``[B]`` int64, the flags that it raised. They are its rows', also where those were not their slots.
         """
         rows = self.ops.load(slots, check, max_lens, variant, 0)
         history = slots.new_empty((slots.shape[0], 0)) if variant.processed else None
-        self.ops.begin(rows, self._draft(rows, draft_hidden, rows.seq_len, history))
+        drafted = self._draft(rows, draft_hidden, rows.seq_len, history)
+        self.ops.begin(rows, drafted)
+        flags = rows.flags
+        for found in drafted.found:
+            flags = flags | found
+        return flags
 
     def _inputs(
         self, rows: Rows, first: Tensor, stride: int, ahead: int = 0

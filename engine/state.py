@@ -6,6 +6,8 @@ Row ``num_slots`` of each tensor is the padding slot: seq_len 0, token 0, no dra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Final
 
 import torch
@@ -144,10 +146,12 @@ class SlotState:
 
         Args:
             slots: ``[R]`` int64. owners: ``[N]`` int64, which of them each token belongs to.
-            flags: ``[N]`` int64, of two bits that differ by a factor of two, or 0.
+            flags: ``[N, C]`` int64: in each column one of two bits that differ by a factor of two, or 0.
             verdict: ``[]`` int64, flags of all of them.
         """
-        raised = torch.zeros_like(slots).scatter_reduce(0, owners, flags, "amax") | verdict
+        none = flags.new_zeros((slots.shape[0], flags.shape[1]))
+        most = none.scatter_reduce(0, owners[:, None].expand_as(flags), flags, "amax")
+        raised = reduce(or_, most.unbind(1), verdict)
         self.core[slots, FLAGS] |= raised
         return raised
 

@@ -204,12 +204,15 @@ class PlainOps(SlotOps):
         return torch.cat(results, dim=1)
 
     def begin(self, rows: Rows, drafted: Drafted) -> None:
-        """See ``StepOps``; what the guard found is told with the first step's results."""
+        """See ``StepOps``; a halted slot keeps what it had. The first step's results tell what the guard found."""
         found = _any_of(drafted.found)
+        flags = rows.flags | found
         core = rows.core.clone()
         core[:, NUM_DRAFTS] = self._usable(found)
-        core[:, FLAGS] = rows.flags | found
         core[:, NEXT_TOKEN + 1 :] = torch.stack(drafted.tokens, dim=1)
+        kept = self._state.core.index_select(0, rows.slots)
+        core = torch.where(is_halted(flags)[:, None], kept, core)
+        core[:, FLAGS] = flags
         self._store(rows.slots, core, drafted, None)
 
     def _store(self, slots: Tensor, core: Tensor, drafted: Drafted | None, counts: Tensor | None) -> None:

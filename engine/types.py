@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-ForwardPhase = Literal["prefill", "verify", "extend", "draft", "step"]
+ForwardPhase = Literal["prefill", "draft", "step"]
 ForwardPath = Literal["replay", "eager"]
 ForwardReason = Literal[
     "none", "prefill", "no_graphs", "above_bucket", "contract", "disabled", "retry", "audit"

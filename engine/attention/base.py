@@ -95,7 +95,7 @@ class AttentionBackend(Protocol):
 
         Args:
             block_table: ``[rows, width]`` int32 page ids; 0 where a row owns no page.
-            seq_lens: ``[rows]`` int64 key positions of each row, its own S included (so >= S).
+            seq_lens: ``[rows]`` int32 key positions of each row, its own S included (so >= S).
             max_seq_lens: Bound of each row's length that the host knows; frozen by a capture.
         """
         ...

@@ -108,8 +108,8 @@ class GrammarCompiler:
             return
         request, future = entry
         wanted = any(other is future for _, other in self._waiting.values())
-        if not wanted and future.cancel() and request.params.grammar is not None:
-            del self._compiled[request.params.grammar]
+        if not wanted and future.cancel():
+            self._forget(request, future)
 
     def take(self) -> list[tuple[Request, Constraint | ErrorInfo]]:
         """The requests that need not wait any longer, each with its constraint or what is wrong with it."""
@@ -146,11 +146,17 @@ class GrammarCompiler:
         if isinstance(error, _Refused):
             return ErrorInfo("invalid_request", str(error), spec.param)
         # Not the grammar's fault: the next request tries again
-        self._compiled.pop(spec, None)
+        self._forget(request, future)
         if isinstance(error, _Interrupted):
             logger.warning("a compilation was interrupted: %s", error)
             return ErrorInfo("unavailable", "the compilation of the grammar was interrupted; try again")
         return ErrorInfo("internal_error", f"the grammar could not be compiled: {error!r}")
+
+    def _forget(self, request: Request, future: Future[str]) -> None:
+        """Do not keep ``future``; another one for the same grammar, begun since, is kept."""
+        spec = request.params.grammar
+        if spec is not None and self._compiled.get(spec) is future:
+            del self._compiled[spec]
 
     def _evict(self) -> None:
         """Drop the grammars that were not used for longest."""

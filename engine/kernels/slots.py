@@ -194,6 +194,22 @@ def _any_of(row: tl.tensor, found: tl.tuple, k: tl.constexpr) -> tl.tensor:
 
 
 @jit_function
+def _unless_halted(
+    state_core: tl.tensor,
+    slot: tl.tensor,
+    flags: tl.tensor,
+    values: tl.tensor,
+    column: tl.tensor,
+    columns: tl.constexpr,
+    padding_slot: tl.constexpr,
+) -> tl.tensor:
+    """A slot's columns ``values``; what it has where ``flags`` halt it."""
+    known = (slot >= 0) & (slot <= padding_slot) & (column < columns)
+    kept = tl.load(state_core + slot * columns + column, mask=known, other=0)
+    return tl.where((flags & _HALTING) != 0, kept, values)
+
+
+@jit_function
 def _store_slot(
     state_core: tl.tensor,
     slot: tl.tensor,
@@ -247,11 +263,8 @@ def commit_kernel(
     values = tl.where(column == _NUM_DRAFTS, tl.where(draft_flags > 0, 0, k), values)
     values = tl.where(column == _NEXT_TOKEN, tl.load(emitted + row * width + count), values)
     values = _with_drafts(values, column, row, tokens, k)
-    # A halted slot keeps what it had
-    known = (slot >= 0) & (slot <= padding_slot) & (column < columns)
-    kept = tl.load(state_core + slot * columns + column, mask=known, other=0)
-    kept = tl.where(column == _FLAGS, flags & _HALTING, kept)
-    values = tl.where((flags & _HALTING) != 0, kept, values)
+    values = _unless_halted(state_core, slot, flags, values, column, columns, padding_slot)
+    values = tl.where(column == _FLAGS, flags & _HALTING, values)
     _store_slot(state_core, slot, values, column, columns, padding_slot)
     if has_history:
         token = tl.load(history + row * width + column, mask=column < width, other=-1)
@@ -281,9 +294,11 @@ def begin_kernel(
     row = tl.program_id(0)
     columns: tl.constexpr = 4 + k
     column = tl.arange(0, column_block)
-    draft_flags = _any_of(row, found, k)
+    slot, draft_flags = tl.load(slots + row), _any_of(row, found, k)
+    flags = tl.load(row_flags + row) | draft_flags
     values = tl.load(core + row * columns + column, mask=column < columns, other=0)
     values = tl.where(column == _NUM_DRAFTS, tl.where(draft_flags > 0, 0, k), values)
-    values = tl.where(column == _FLAGS, tl.load(row_flags + row) | draft_flags, values)
     values = _with_drafts(values, column, row, tokens, k)
-    _store_slot(state_core, tl.load(slots + row), values, column, columns, padding_slot)
+    values = _unless_halted(state_core, slot, flags, values, column, columns, padding_slot)
+    values = tl.where(column == _FLAGS, flags, values)
+    _store_slot(state_core, slot, values, column, columns, padding_slot)

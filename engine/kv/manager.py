@@ -142,6 +142,7 @@ class KvManager:
         sequence.blocks = []
         sequence.num_hit_blocks = 0
         sequence.publishable = True
+        sequence.match_generation = -1  # what it matched was taken, and may be matched again
 
     def check(self, running: Iterable[Sequence]) -> None:
         """Raises ``AssertionError`` unless pages, blocks and the running sequences agree."""

@@ -226,6 +226,7 @@ IN_TENSORS: list[tuple[str, Damage, str]] = [
     ("scratch page", change("page_ids", element(0, 0)), "page_ids"),
     ("table", change("block_table", element(0, 8)), "page_ids"),
     ("short table", change("block_table", lambda t: t[:, :6]), "block_table names 6 pages"),
+    ("past the table", put(step__longest=113), "step.longest=113"),
     ("top_k", change("top_k", element(0, 0)), "top_k=0"),
 ]  # fmt: skip
 
@@ -250,6 +251,14 @@ def test_damage_is_refused_by_name(
     message = str(caught.value)
     assert message.startswith(f"{path / file}: ") and words in message
     assert "\n" not in message and len(message) < 600
+
+
+def test_the_graph_for_short_rows_may_reach_past_the_context(whole: Path, tmp_path: Path) -> None:
+    """Its bound is the attention backend's; the block table names the positions that a step can touch."""
+    path = tmp_path / "b"
+    shutil.copytree(whole, path)
+    put(step__longest=112)(path)
+    assert read_bundle(path).manifest.info.max_model_len == 100
 
 
 WRONG: list[Any] = [

@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.graph import DISABLE_AFTER, StepGraphs
 from engine.guard import HALTING
 from engine.sampler import GREEDY
+from engine.state import SEQ_LEN
 from engine.types import TokenDelta
 from tests.engine.drive import greedy, make_engine, request
 from tests.engine.faults import poison, serve, tokens_of
@@ -216,3 +217,25 @@ def test_a_rebuilt_request_takes_nothing_from_the_prefix_cache(
     deltas, counts = serve(engine, ("a", prompt, greedy(9)))
     assert tokens_of(deltas, "a") == f1.walk(9, 9)
     assert counts["nan_guard_rows_checked", ("prefill",)] >= len(prompt) - 1
+
+
+@pytest.mark.parametrize("field", ["seq_lens", "block_table"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_slot_that_is_broken_behind_each_prefill_ends_the_request_rather_than_begin_at_nothing(
+    f1: F1, field: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft phase finds it first, and the eager step that comes of it must find it too."""
+    engine = make_engine(f1.path, schedule=schedule, prefix_cache=False)
+    state, begin = engine._runner.state, engine._runner.step.begin
+
+    def broken(slots: Tensor, *args: Any) -> Tensor:
+        if field == "seq_lens":
+            state.core[slots, SEQ_LEN] = 10**6
+        else:
+            state.block_table[slots, 0] = 0
+        return begin(slots, *args)
+
+    monkeypatch.setattr(engine._runner.step, "begin", broken)
+    deltas, counts = serve(engine, ("a", [5, 9, 3, 9], greedy(12)))
+    assert not tokens_of(deltas, "a") and deltas[-1].finish_reason == "error"
+    assert counts["graph_contract_violations", (field,)] > 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine import prompt_logprobs
 from engine.engine import Engine
@@ -187,3 +190,34 @@ def test_a_head_that_is_not_finite_ends_a_request_for_scores(tmp_path: Path) -> 
     deltas = [delta for _ in range(20) if engine.has_work() for delta in engine.iterate().deltas]
     assert [delta.finish_reason for delta in deltas] == ["error"]
     assert deltas[0].error is not None and deltas[0].error.code == "numerical_error"
+
+
+def test_a_fault_of_the_first_drafts_is_counted_once(f1: F1, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the prompt told comes first, the step that would have verified them next."""
+    engine = make_engine(f1.path, prefix_cache=False)
+    draft, poisoned = engine._runner.draft, []
+    assert draft is not None
+    original = draft.logits
+
+    def logits(hidden: Tensor) -> Tensor:
+        out = original(hidden)
+        if not poisoned:
+            poisoned.append(True)
+            out[0, 3] = math.nan
+        return out
+
+    monkeypatch.setattr(draft, "logits", logits)
+    engine.add(request("a", [5, 9, 3], greedy(6, prompt_logprobs=1)))
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    while engine.has_work():
+        for one in engine.iterate().stats.counts:
+            counts[one.name, one.labels] += one.value
+    assert counts["nan_guard_trips", ("draft", "nan")] == 1
+    assert counts["nan_guard_actions", ("drafts_dropped", "draft")] == 1
+
+
+def test_who_only_prefills_is_not_drafted_for(f1: F1) -> None:
+    engine = make_engine(f1.path)
+    engine.add(request("a", [5, 9, 3], greedy(0, prompt_logprobs=1)))
+    phases = {forward.phase for forward in engine.iterate().stats.forwards}
+    assert phases == {"prefill"}

@@ -24,7 +24,7 @@ def test_chunks_cover_all_known_tokens_but_the_last_with_true_next_tokens(length
     covered: list[int] = []
     shifted: list[int] = []
     plan = scheduler.schedule()
-    assert len(plan.bind) == 1 and (len(plan.ready) == 1) == (length == 1)
+    assert len(plan.bind) == 1 and (len(plan.rows) == 1) == (length == 1)
     while plan.prefill:
         assert plan.rows == []
         (chunk,) = plan.prefill
@@ -41,7 +41,7 @@ def test_a_prompt_of_one_token_steps_in_the_iteration_that_binds_it() -> None:
     harness = Harness(make_config(), accept=0)
     harness.add(make_request("r", [5], 3))
     plan = harness.iterate()
-    assert plan.rows == plan.ready == plan.bind
+    assert plan.rows == plan.bind
     assert harness.deltas["r"][0].num_drafts == 0
     harness.drain()
     harness.assert_exact()

@@ -255,3 +255,15 @@ def test_without_the_cache_nothing_is_matched_kept_or_counted() -> None:
     stats: StepStats = harness.scheduler.stats()
     assert (stats.prefix_cache_queried_tokens, stats.prefix_cache_hit_tokens) == (0, 0)
     assert (stats.pages_cached, stats.pages_free) == (0, 64)
+
+
+def test_who_is_preempted_matches_its_blocks_again_though_the_cache_did_not_change() -> None:
+    harness = Harness(make_config(page_size=4))
+    prompt = random_tokens(24, seed=3)
+    serve(harness, "first", prompt, max_tokens=1)
+    scheduler = harness.scheduler
+    scheduler.add(make_request("second", [*prompt[:22], prompt[0]], 6))
+    [second] = scheduler.schedule().bind
+    assert second.num_hit_blocks == 5
+    scheduler._preempt(second)
+    assert scheduler.schedule().bind == [second] and second.num_hit_blocks == 5

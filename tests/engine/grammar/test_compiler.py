@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -148,3 +149,28 @@ def test_the_engine_answers_others_while_it_compiles(flat: F1) -> None:
 def test_a_vocabulary_of_words_offers_no_structured_output(f1: F1) -> None:
     (outcome,) = _compile(GrammarCompiler(f1.path, 64, (EOS_ID,)), regex("a"))
     assert isinstance(outcome, ErrorInfo) and outcome.code == "invalid_request"
+
+
+def test_a_failed_attempt_does_not_take_the_next_one_along(compiler: GrammarCompiler) -> None:
+    """Two wait for it, and only one of them sees its end in time; then comes a third request, and leaves."""
+    spec, failed, second = regex("q+"), Future[str](), Future[str]()
+    names = iter("abc")
+
+    def wait_for(future: Future[str]) -> str:
+        compiler._compiled.setdefault(spec, future)
+        name = next(names)
+        compiler.submit(
+            Request(request_id=name, prompt_token_ids=[3], params=sampled(spec), arrival_time=0.0)
+        )
+        return name
+
+    late = wait_for(failed)
+    entry = compiler._waiting.pop(late)
+    wait_for(failed)
+    failed.set_exception(RuntimeError("no luck"))
+    assert len(compiler.take()) == 1
+    third = wait_for(second)
+    compiler._waiting[late] = entry
+    assert len(compiler.take()) == 1
+    compiler.abort(third)
+    assert second.cancelled() and spec not in compiler._compiled
