@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.contract import GraphKey
 from engine.graph import DISABLE_AFTER
-from engine.guard import CONTRACT, HALTING, PREFILL, Flag, violated_fields
+from engine.guard import CONTRACT, HALTING, NUMERICAL, PREFILL, Flag, violated_fields
 from engine.pending import PendingStep
 from engine.prefill import PrefillRecord
 from engine.runner import Runner
@@ -29,7 +29,7 @@ from engine.sequence import PrefillResult, RowResult, Sequence
 from engine.turns import Turns
 from engine.types import ErrorInfo, ForwardReason, TokenDelta
 
-Cause = Literal["replay", "draft_token", "model"]
+Cause = Literal["replay", "draft_token", "model", "contract"]
 
 MAX_RESCUES: Final = DISABLE_AFTER + 1
 """Rescues of one request, each a prefill of all that it has, after which it is isolated. One more than a graph's
@@ -200,12 +200,17 @@ class Ladder:
         self._runner.counts["nan_guard_actions", ("isolated", cause)] += 1
 
     def _fail(self, result: RowResult | PrefillResult) -> TokenDelta:
-        """End a request whose logits are not finite; its epoch moves on, so nothing of it is kept."""
-        self._runner.counts["nan_guard_actions", ("failed", "model")] += 1
+        """End a request that no rung could answer; its epoch moves on, so nothing of it is kept."""
         name, position = result.sequence.request.request_id, len(result.sequence.tokens)
         logger.error("request %s ends at token %d (%s)", name, position, _found(result))
-        message = f"the model's output for token {position} is not finite ({_found(result)})"
-        error = ErrorInfo("numerical_error", message)
+        cause: Cause = "model" if result.flags & NUMERICAL else "contract"
+        if cause == "model":
+            message = f"the model's output for token {position} is not finite ({_found(result)})"
+            error = ErrorInfo("numerical_error", message)
+        else:
+            message = f"the device's state of the request was damaged before token {position} ({_found(result)})"
+            error = ErrorInfo("internal_error", message)
+        self._runner.counts["nan_guard_actions", ("failed", cause)] += 1
         delta, tainted = self._scheduler.fail(result.sequence, error)
         self._scrub(tainted)
         return delta

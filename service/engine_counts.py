@@ -59,6 +59,7 @@ ENGINE_COUNTS: dict[str, EngineCount] = {
             ("isolated", "replay"),
             ("isolated", "draft_token"),
             ("failed", "model"),
+            ("failed", "contract"),
             ("drafts_dropped", "draft"),
             ("ignored", "none"),
         ),

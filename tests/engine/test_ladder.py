@@ -238,4 +238,7 @@ def test_a_slot_that_is_broken_behind_each_prefill_ends_the_request_rather_than_
     monkeypatch.setattr(engine._runner.step, "begin", broken)
     deltas, counts = serve(engine, ("a", [5, 9, 3, 9], greedy(12)))
     assert not tokens_of(deltas, "a") and deltas[-1].finish_reason == "error"
+    assert deltas[-1].error is not None and deltas[-1].error.code == "internal_error"
     assert counts["graph_contract_violations", (field,)] > 0
+    assert counts["nan_guard_actions", ("failed", "contract")] == 1
+    assert not counts["nan_guard_actions", ("failed", "model")], "no fault of the weights"
