@@ -17,15 +17,21 @@ from fastapi import Request
 from service.body_reader import SMALL_BODY_BYTES, BodyReader
 from service.errors import ApiError, bad_request
 
-LARGE_FIELDS = frozenset({"prompt", "messages", "tools", "tokens"})
+LARGE_FIELDS = frozenset({"prompt", "messages", "tokens"})
 """Fields that may be as long as the body; every other one has a limit of its own."""
 MAX_FIELD_BYTES = 256 * 1024
 
 # One at a time, beside the event loop: the objects of a body may need many times its memory
 _PARSER = ThreadPoolExecutor(1, "json")
 _BY_FIELD = msgspec.json.Decoder(dict[str, msgspec.Raw])
-# Groups of \uXXXX escapes, each preceded by an even number of backslashes.
-_ESCAPES = re.compile(rb"(?<!\\)(?:\\\\)*((?:\\u[0-9a-fA-F]{4})+)")
+# Whole characters and escapes, a surrogate only with its other half; possessive, so that nothing is tried twice
+_WELL_FORMED = re.compile(
+    rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"
+    rb"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+"
+)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+_MATCHED_BYTES = 32 * 1024
+"""How much is matched in one go: no other thread runs meanwhile."""
 
 
 async def read_json_object(request: Request, bodies: BodyReader) -> dict[str, Any]:
@@ -41,9 +47,7 @@ async def read_json_object(request: Request, bodies: BodyReader) -> dict[str, An
         ApiError: 400, 415, or as `BodyReader.body`.
         starlette.requests.ClientDisconnect: The client went away while sending.
     """
-    content_type = request.headers.get("content-type", "application/json")
-    if content_type.partition(";")[0].strip().lower() != "application/json":
-        raise _unsupported("The Content-Type must be application/json.")
+    _check_content_type(request.headers.getlist("content-type"))
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         message = f"The Content-Encoding {encoding[:100]!r} is not supported: send the body as it is."
@@ -57,18 +61,33 @@ async def read_json_object(request: Request, bodies: BodyReader) -> dict[str, An
 def parse_json_object(raw: bytes) -> dict[str, Any]:
     """``raw`` as a JSON object. Raises ``ApiError`` (400, code ``invalid_json``, or naming a field)."""
     try:
-        text = raw.decode("utf-8")
+        raw.decode("utf-8")
     except UnicodeDecodeError as exc:
         raise _invalid(f"not valid UTF-8 at byte {exc.start}") from None
     fields = _fields(raw)
     if len(raw) > MAX_FIELD_BYTES:
         _refuse_huge(fields)
+    value = parse_json_value(raw, fields)
+    if not isinstance(value, dict):
+        raise _invalid("not an object")
+    return value
+
+
+def parse_json_value(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> Any:
+    """``raw``, UTF-8, as any JSON value, as strictly.
+
+    Args:
+        fields: Those of the outermost object, as far as they are known.
+
+    Raises:
+        ApiError: 400, code ``invalid_json``, or naming a field.
+    """
     try:
         with _no_collection():
             value = msgspec.json.decode(raw)
             # With as many colons as fields there is no other key; so for lists of a million token ids
             if raw.count(b":") != len(fields):
-                json.loads(text, object_pairs_hook=_refuse_duplicates)
+                json.loads(raw, object_pairs_hook=_refuse_duplicates)
     except RecursionError:
         raise _invalid("nested too deeply") from None
     except msgspec.ValidationError as exc:  # well-formed, but a number does not fit
@@ -78,8 +97,6 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
         if offset is not None:
             raise _invalid(f"half of a surrogate pair at byte {offset}") from None
         raise _invalid(str(exc).removeprefix("JSON is malformed: ")) from None
-    if not isinstance(value, dict):
-        raise _invalid("not an object")
     return value
 
 
@@ -128,6 +145,19 @@ def _no_collection() -> Iterator[None]:
         gc.enable()
 
 
+def _check_content_type(values: list[str]) -> None:
+    """Refuse what a page of another origin may send unasked, which may be without any type. Raises ``ApiError``."""
+    if len(values) != 1:
+        raise _unsupported("Exactly one Content-Type header is needed, application/json.")
+    kind, *parameters = (part.strip().lower() for part in values[0].split(";"))
+    if kind != "application/json":
+        raise _unsupported("The Content-Type must be application/json.")
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "charset" and value.strip().strip('"') not in ("utf-8", "utf8"):
+            raise _unsupported("The charset of the Content-Type must be utf-8.")
+
+
 def _unsupported(message: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")
 
@@ -138,13 +168,10 @@ def _invalid(why: str) -> ApiError:
 
 def _lone_surrogate(raw: bytes) -> int | None:
     r"""Offset of the first ``\uD800``..``\uDFFF`` escape of ``raw`` that is not part of a pair."""
-    for run in _ESCAPES.finditer(raw):
-        units = [int(unit, 16) for unit in run[1].split(b"\\u")[1:]]
-        i = 0
-        while i < len(units):
-            high = 0xD800 <= units[i] < 0xDC00
-            paired = high and i + 1 < len(units) and 0xDC00 <= units[i + 1] < 0xE000
-            if 0xD800 <= units[i] < 0xE000 and not paired:
-                return run.start(1) + 6 * i
-            i += 2 if paired else 1
-    return None
+    end, begin = 0, -1
+    while end > begin:
+        begin = end
+        match = _WELL_FORMED.match(raw, begin, begin + _MATCHED_BYTES)
+        assert match is not None  # of nothing, if need be
+        end = match.end()
+    return end if _SURROGATE.match(raw, end) else None

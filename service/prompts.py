@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +28,8 @@ INLINE_CHARS = 8192
 _ITEM_CHARS = 64
 """What a message or a tool call without any text costs, in characters."""
 
+# One conversation at a time: a template is Python, and each thread more that runs it holds the event loop up longer
+_TEMPLATES = ThreadPoolExecutor(1, "templates")
 _Result = TypeVar("_Result")
 
 
@@ -114,7 +117,7 @@ async def encode_chat(body: Conversation, limits: ModelLimits) -> list[EncodedPr
     Raises:
         ApiError: 400 naming ``messages`` or ``tools``.
     """
-    text = await run(lambda: render_chat(body, limits.tokenizer), _render_cost(body))
+    text = await run(lambda: render_chat(body, limits.tokenizer), _render_cost(body), _TEMPLATES)
     (token_ids,) = await _encode_texts([text], limits, "messages", add_special_tokens=body.add_special_tokens)
     _check_length(token_ids, limits, "messages")
     return [EncodedPrompt(token_ids, text)]
@@ -246,9 +249,11 @@ async def _encode_texts(
     return await run(encode, sum(map(len, texts)))
 
 
-async def run(work: Callable[[], _Result], num_chars: int) -> _Result:
-    """``work()`` on ``num_chars`` characters: in a thread if that takes long."""
-    return work() if num_chars <= INLINE_CHARS else await asyncio.to_thread(work)
+async def run(work: Callable[[], _Result], num_chars: int, pool: ThreadPoolExecutor | None = None) -> _Result:
+    """``work()`` on ``num_chars`` characters: if that takes long in a thread, one of ``pool`` if it is given."""
+    if num_chars <= INLINE_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 def _check_length(token_ids: list[int], limits: ModelLimits, param: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import signal
 import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +28,13 @@ from engine.types import EngineInfo
 from engine.worker import DEFAULT_FACTORY
 from service.app import create_app
 from service.commands.start_progress import log_graphs, show_capturing
+from service.connections import (
+    ACCEPTS_PER_ROUND,
+    Connection,
+    ConnectionBound,
+    allow_many_connections,
+    warn_seldom_of_lacking_descriptors,
+)
 from service.lifecycle import Lifecycle
 from service.metrics import ServiceMetrics
 from service.settings import Settings, name_options, option_name
@@ -86,6 +93,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        warn_seldom_of_lacking_descriptors(self._loop)
         if self._first_signal_time is not None:
             self.should_exit = True
             return
@@ -97,6 +105,10 @@ class Server(uvicorn.Server):
             # uvicorn has ended the lifespan, and with it the engine, since it cannot listen
             address = f"--host {self.config.host} --port {self.config.port}"
             raise ConfigError(f"{address}: {error.__context__.strerror}") from None
+        for server in self.servers:
+            for listener in server.sockets:
+                with listener.dup() as own:
+                    own.listen(BACKLOG)  # asyncio's ``backlog`` is also how many it accepts in a round
         self._spawn(self._on_start())
         self._spawn(self._tell_ready())
 
@@ -168,7 +180,7 @@ def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
     client = _engine_client(settings, metrics, factory, lambda reason: server.engine_died(reason))
     app = create_app(settings, client, metrics, tokenizer, tracer)
     server = Server(
-        _server_config(app, settings),
+        _server_config(app, settings, allow_many_connections()),
         app.state.service.lifecycle,
         settings.drain_timeout,
         on_start=lambda: show_capturing(client),
@@ -177,7 +189,6 @@ def serve(settings: Settings, factory: str = DEFAULT_FACTORY) -> int:
     # Last, so that a start that something else refuses leaves no directory; the engine would look only once it has
     # loaded the model
     make_writable_directory("--nan-bundle-dir", settings.nan_bundle_dir)
-    _allow_many_connections()
     server.run()
     return server.exit_code
 
@@ -211,7 +222,7 @@ def _engine_client(
     return client
 
 
-def _server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
+def _server_config(app: FastAPI, settings: Settings, max_connections: int) -> uvicorn.Config:
     def path(file: Path | None) -> str | None:
         return None if file is None else str(file)
 
@@ -228,22 +239,16 @@ def _server_config(app: FastAPI, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        http=partial(Connection, ConnectionBound(max_connections)),  # type: ignore[arg-type]
         ws="none",
         lifespan="on",
-        backlog=BACKLOG,
+        backlog=ACCEPTS_PER_ROUND,
         timeout_graceful_shutdown=CLOSING_SECONDS,
         ssl_certfile=path(settings.ssl_certfile),
         ssl_keyfile=path(settings.ssl_keyfile),
         ssl_ca_certs=path(settings.ssl_ca_certs),
         ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_REQUIRED,
     )
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files, one for each connection, as far as the system lets."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def show_resolved(settings: Settings, info: EngineInfo) -> None:

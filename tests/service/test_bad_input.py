@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from service import json_body
+from service.errors import ApiError
 from service.schemas import ChatBody, CompletionBody
 from service.unsupported import NEUTRAL_VALUES
 from tests.service.fake_engine import FakeEngine, engine_info
@@ -268,6 +271,10 @@ async def test_c9_wrong_content_type_path_and_method() -> None:
             "application/x-www-form-urlencoded",
             "multipart/form-data; boundary=x",
             "x",
+            "",
+            "text/plain; application/json",
+            "application/json; charset=latin1",
+            'application/json; a=b; Charset = "utf-16"',
         ):
             response = await harness.http.post(
                 PATHS[0], content=b'{"prompt": "a"}', headers={"content-type": kind}
@@ -290,7 +297,11 @@ async def test_c9_wrong_content_type_path_and_method() -> None:
             PATHS[0], content=body, headers={**JSON, "content-encoding": "Identity"}
         )
         assert response.status_code == 200
-        for kind in ("application/json; charset=utf-8", "Application/JSON"):
+        for kinds in ([], ["text/plain", "application/json"], ["application/json"] * 2):
+            headers = [("content-type", kind) for kind in kinds]
+            response = await harness.http.post(PATHS[0], content=body, headers=headers)
+            assert error_of(response, 415)["code"] == "unsupported_media_type", kinds
+        for kind in ("application/json; charset=utf-8", 'Application/JSON;charset="UTF-8"', "application/json;"):
             response = await harness.http.post(PATHS[0], content=body, headers={"content-type": kind})
             assert response.status_code == 200
 
@@ -316,6 +327,29 @@ async def test_c10_lone_surrogates_and_invalid_utf8_are_refused_with_an_offset(p
         assert error["message"].endswith("not valid UTF-8 at byte 12.")
         error = await refused(harness, path, b'{"prompt": "\xed\xa0\xbd"}')
         assert error["message"].endswith("not valid UTF-8 at byte 12.")
+
+
+async def test_c10_a_long_body_is_searched_for_half_a_pair_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other threads get their turn between the pieces, and no piece begins or ends within an escape."""
+    pieces: list[int] = []
+
+    class Watched:
+        def match(self, raw: bytes, begin: int, end: int) -> re.Match[bytes] | None:
+            pieces.append(end - begin)
+            return well_formed.match(raw, begin, end)
+
+    well_formed, size = json_body._WELL_FORMED, json_body._MATCHED_BYTES
+    monkeypatch.setattr(json_body, "_WELL_FORMED", Watched())
+    for shift in range(12):
+        for before in (rb"\ud83d\ude42" * (size // 4), rb"\\" * (2 * size), b"x" * (3 * size)):
+            head = b'{"prompt": "' + b"x" * shift + before
+            with pytest.raises(ApiError, match=f"half of a surrogate pair at byte {len(head)}\\."):
+                json_body.parse_json_object(head + rb'\ud83d"}')
+            with pytest.raises(ApiError, match="invalid character in unicode escape"):
+                json_body.parse_json_object(head + rb'\u00zz\ud83d"}')
+    assert len(pieces) > 100 and set(pieces) == {size}
 
 
 async def test_c10_a_proper_pair_and_an_escaped_backslash_are_text() -> None:

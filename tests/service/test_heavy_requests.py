@@ -12,6 +12,7 @@ import pytest
 
 from service.chat_format import ChatFormat
 from service.formats import CompletionFormat
+from service.json_body import MAX_FIELD_BYTES
 from service.schemas import MAX_SCORES
 from service.tokenizing import MAX_CALLS, MAX_TEXT_BYTES, MAX_TOKENS
 from tests.service.fake_engine import FakeEngine, engine_info
@@ -174,6 +175,50 @@ async def test_a_large_conversation_is_written_beside_the_loop(
     async with serving(roomy_engine(), tokenizer=tokenizer) as harness:
         assert (await harness.chat(max_tokens=1, **body)).status_code == 200
     assert [thread is threading.main_thread() for thread in threads] == [inline]
+
+
+async def test_large_conversations_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates are Python: of many threads that run it the event loop would have to wait for each."""
+    tokenizer = make_tokenizer()
+    go_on = threading.Event()
+    running: list[str] = []
+    most_running = 0
+
+    def render(messages: Any, **options: Any) -> str:
+        nonlocal most_running
+        running.append("one")
+        most_running = max(most_running, len(running))
+        assert go_on.wait(30)
+        running.pop()
+        return "hi"
+
+    monkeypatch.setattr(tokenizer, "render_chat", render)
+    async with serving(roomy_engine(), tokenizer=tokenizer) as harness:
+        large = [{"role": "user", "content": "x" * LONG}]
+        calls = [asyncio.create_task(harness.chat(messages=large, max_tokens=1)) for _ in range(5)]
+        try:
+            await until(lambda: len(running) > 0)
+            await asyncio.sleep(0.2)  # the others have time to come
+        finally:
+            go_on.set()
+        assert [answer.status_code for answer in await asyncio.gather(*calls)] == [200] * 5
+        assert most_running == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_tools_are_not_as_long_as_a_body_can_be(path: str) -> None:
+    tokenizer = make_tokenizer("{{ messages[0].content }}{% if tools %}b{% endif %}")
+    async with serving(roomy_engine(), tokenizer=tokenizer) as harness:
+
+        def tools(size: int) -> list[dict[str, Any]]:
+            return [{"type": "function", "function": {"name": "f", "description": "x" * size}}]
+
+        body = {"messages": [SMALL], "tools": tools(MAX_FIELD_BYTES)}
+        error = error_of(await harness.http.post(path, json=body))
+        assert (error["param"], error["code"]) == ("tools", "invalid_value")
+        assert str(MAX_FIELD_BYTES) in error["message"]
+        body["tools"] = tools(MAX_FIELD_BYTES - 200)
+        assert (await harness.http.post(path, json=body)).status_code == 200
 
 
 # --- answers -----------------------------------------------------------------------------------------------
