@@ -25,16 +25,22 @@ from engine.kernels.argmax import (
 from engine.kernels.jit import await_previous, check_rows, jit, jit_function, jit_varying, power_of_two
 from engine.kernels.sample import accept_kernel, propose_kernel
 from engine.kernels.slots import begin_kernel, commit_kernel, load_kernel, place_kernel
+from engine.kernels.team import SIZES, Boards, team_size
 from engine.kernels.weigh import FIGURES, tables_of, weigh_kernel
+from engine.kv.pool import LatentPool
 from engine.sampler import GREEDY, Variant
 from engine.spec import Accepted, Drafted, Places, Rows, furthest_start
-from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN
+from engine.state import NEXT_TOKEN, NUM_DRAFTS, SEQ_LEN, SlotState
 from engine.step_ops import SlotOps
 
 CHUNK = 256
 """Slots, pages or tokens that a program looks at in one go."""
 MAX_VALUES = 4096
 """Logits of a sampled row that its program holds at a time."""
+TEAM_VALUES = 2048
+"""The same for a member of a team."""
+MIN_TEAM_VOCAB = 1 << 14
+"""Rows of fewer logits are read faster than a team exchanges what it found in them."""
 FEW = 2048
 """Logits that a search for a threshold holds to its end."""
 _SEQ_LEN = tl.constexpr(SEQ_LEN)
@@ -49,6 +55,22 @@ class FusedOps(SlotOps):
     penalty once instead of twice); a sampled row's token is drawn by the same uniforms from the same distribution,
     whose sums are rounded otherwise.
     """
+
+    def __init__(self, state: SlotState, pool: LatentPool, num_speculative_tokens: int) -> None:
+        super().__init__(state, pool, num_speculative_tokens)
+        device = state.core.device
+        processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+        )
+        self.assemble(processors)
+
+    def assemble(self, processors: int) -> None:
+        """Make ready for teams on so many multiprocessors; there are none where programs do not run at once (0)."""
+        self._processors = processors if self._state.vocab_size >= MIN_TEAM_VOCAB else 0
+        device = self._state.core.device
+        self._boards = {
+            size: Boards.of(size, max(1, self._processors // size), device) for size in (1, *SIZES)
+        }
 
     def load(
         self, slots: Tensor, check: Tensor | None, max_lens: tuple[int, ...], variant: Variant, width: int
@@ -104,21 +126,22 @@ class FusedOps(SlotOps):
         self, rows: Rows, logits: Tensor, allowed: Tensor | None, result: Accepted
     ) -> Accepted:
         """``accept`` by the requests' parameters; ``result`` with what it decides."""
-        count, width, vocab = logits.shape
+        count, width, _ = logits.shape
         tables, draft_probs = tables_of(self._state), self._state.draft_probs
-        history, reading = torch.empty_like(result.emitted), _reading(vocab)
-        values, few = self._room(count * width)
+        history = torch.empty_like(result.emitted)
+        members, meeting, reading = self._team(count, width)
+        values, few = self._room(count * width, reading)
         findings = rows.slots.new_empty(count * width)
         figures = values.new_empty((count * width, FIGURES.value))
-        weigh_kernel[(count * width,)](
+        weigh_kernel[(count * width, members)](
             logits.contiguous(), values, few, findings, figures, rows.slots, rows.core, tables,
-            rows.slots if allowed is None else allowed.contiguous(), width,
+            rows.slots if allowed is None else allowed.contiguous(), *meeting, width,
             columns=4 + self._k, words=0 if allowed is None else allowed.shape[-1],
             few_size=few.shape[1], has_mask=allowed is not None, **reading,
         )  # fmt: skip
-        accept_kernel[(count,)](
+        accept_kernel[(count, members)](
             values, findings, figures, rows.slots, rows.core, tables, draft_probs, result.emitted, history,
-            result.count, result.seq_len, result.last, result.flags, width,
+            result.count, result.seq_len, result.last, result.flags, *meeting, width,
             k=self._k, place_block=power_of_two(self._k + 1), checks=self.checks, **reading,
         )  # fmt: skip
         return replace(result, history=history) if rows.variant.processed else result
@@ -131,12 +154,13 @@ class FusedOps(SlotOps):
         # One allocation each: they travel in tuples, where alignment must not depend on the number of rows
         token, flags = rows.slots.new_empty(count), rows.slots.new_empty(count)
         if rows.variant != GREEDY:
-            values, few = self._room(count)
-            propose_kernel[(count,)](
+            members, meeting, reading = self._team(count, 1)
+            values, few = self._room(count, reading)
+            propose_kernel[(count, members)](
                 logits.contiguous(), values, few, rows.slots, tables_of(self._state), self._state.draft_probs,
                 first, first.stride(0), rows.slots if history is None else history.contiguous(),
-                0 if history is None else history.shape[1], number, token, flags,
-                k=self._k, few_size=few.shape[1], checks=self.checks, **_reading(vocab),
+                0 if history is None else history.shape[1], number, token, flags, *meeting,
+                k=self._k, few_size=few.shape[1], checks=self.checks, **reading,
             )  # fmt: skip
             return token, None, flags
         source, parts, tile = self._findings(logits, 1)
@@ -146,10 +170,17 @@ class FusedOps(SlotOps):
         )  # fmt: skip
         return token, None, flags
 
-    def _room(self, rows: int) -> tuple[Tensor, Tensor]:
+    def _team(self, count: int, width: int) -> tuple[int, tuple[Tensor, Tensor], dict[str, int]]:
+        """How many programs read each of ``count * width`` rows, where they meet, and how they read."""
+        members = team_size(power_of_two(count) * power_of_two(width), self._processors)
+        boards = self._boards[members]
+        return members, (boards.words, boards.turns), _reading(self._state.vocab_size, members)
+
+    def _room(self, rows: int, reading: dict[str, int]) -> tuple[Tensor, Tensor]:
         """Float32 that sampling needs beside its rows: their values ``[rows, padded V]``, and a search's."""
-        reading, new = _reading(self._state.vocab_size), self._state.floats.new_empty
-        return new((rows, reading["padded"])), new((rows, min(FEW, power_of_two(reading["vocab"]))))
+        new, members, vocab = self._state.floats.new_empty, reading["members"], reading["vocab"]
+        few = min(FEW, power_of_two(vocab)) if members == 1 else 1
+        return new((rows, reading["span"] * members)), new((rows, few))
 
     def _findings(self, logits: Tensor, width: int) -> tuple[Tensor, int, int]:
         """What one program reads ``width`` rows of ``logits`` ``[N, V]`` from: the logits themselves, with 0 parts,
@@ -199,11 +230,13 @@ def _check_contiguous(*read: Tensor) -> None:
     assert all(one.is_contiguous() for one in read), "the kernels find a row by its number alone"
 
 
-def _reading(vocab: int) -> dict[str, int]:
-    """How a program reads a row of logits, piece by piece."""
-    chunk = min(MAX_VALUES, power_of_two(vocab))
-    padded = -(-vocab // chunk) * chunk
-    return {"vocab": vocab, "padded": padded, "chunk": chunk, "num_warps": min(16, max(4, chunk // 256))}
+def _reading(vocab: int, members: int) -> dict[str, int]:
+    """How each of a row's programs reads its part of the logits, piece by piece."""
+    part = -(-vocab // members)
+    chunk = min(MAX_VALUES if members == 1 else TEAM_VALUES, power_of_two(part))
+    span = -(-part // chunk) * chunk
+    warps = min(16, max(4, chunk // 256))
+    return {"vocab": vocab, "members": members, "span": span, "chunk": chunk, "num_warps": warps}
 
 
 def _warps(elements: int) -> int:

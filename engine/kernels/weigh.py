@@ -1,4 +1,4 @@
-"""What a row of logits is to sampling: processed, weighed, and cut to what its request keeps; one program a row.
+"""What a row of logits is to sampling: processed, weighed, and cut to what its request keeps; one team a row.
 
 A row pays for what its own request asks: its vocabulary-wide tables are read if it has some, a threshold is
 searched if it has top_k, top_p or min_p, and of a greedy row only the best token is wanted.
@@ -19,6 +19,7 @@ from engine.kernels.argmax import (
     value_of,
 )
 from engine.kernels.jit import await_previous, jit_function, jit_varying
+from engine.kernels.team import column, disband, exchanged, floats, posted, team_of
 from engine.kernels.threshold import STAGES, crossing, mass_from
 from engine.sampler import FREQUENCY, MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_P
 from engine.state import NEXT_TOKEN, SEQ_LEN, SlotState
@@ -96,20 +97,24 @@ def _survey(
     tables: tl.tuple,
     history: tl.tuple,
     allowed: tl.tensor,
+    team: tl.tuple,
+    turn: tl.tensor,
     vocab: tl.constexpr,
-    padded: tl.constexpr,
+    span: tl.constexpr,
     chunk: tl.constexpr,
+    members: tl.constexpr,
     has_mask: tl.constexpr,
 ) -> tl.tuple:
-    """The first reading of a row: its best token, the greatest and the least finite value, and whether all logits
-    are finite as they came. The values of a sampled row are written down."""
+    """The first reading of a row: its best token, the greatest and the least finite value, whether all logits are
+    finite as they came, and the next turn. The values of a sampled row are written down."""
     temperature = temperature_of(tables, slot)
     sampled = temperature > 0
     scale = 1.0 / tl.where(sampled, temperature, 1.0)
     has_tables = tl.load(tables[HAS_TABLES] + slot) != 0
     best, first = tl.full([chunk], float("-inf"), tl.float32), tl.full([chunk], LAST, tl.int32)
     least, fault = tl.full([chunk], float("inf"), tl.float32), tl.zeros([chunk], dtype=tl.float32)
-    for start in tl.range(0, padded, chunk, num_stages=STAGES):
+    begin = team[1] * span
+    for start in tl.range(begin, begin + span, chunk, num_stages=STAGES):
         here = start + tl.arange(0, chunk)
         inside = here < vocab
         value = tl.load(logits + here, mask=inside, other=0.0).to(tl.float32)
@@ -128,21 +133,43 @@ def _survey(
     tl.debug_barrier()  # values are read by other threads than those that wrote them
     top = tl.max(best, axis=0)
     token = tl.min(tl.where(best == top, first, LAST), axis=0)
-    return token, top, tl.min(least, axis=0), tl.sum(fault, axis=0) == 0.0
+    lowest, faulty = tl.min(least, axis=0), tl.sum(fault, axis=0)
+    if members > 1:
+        mine = posted(0, top) + posted(1, token)
+        mine += posted(2, lowest) + posted(3, faulty)
+        found, turn = exchanged(team, turn, mine, members)
+        tops = floats(found, 0)
+        top = tl.max(tops, axis=0)
+        token = tl.min(tl.where(tops == top, column(found, 1), LAST), axis=0)
+        lowest, faulty = tl.min(floats(found, 2), axis=0), tl.sum(floats(found, 3), axis=0)
+    return token, top, lowest, faulty == 0.0, turn
 
 
 @jit_function
 def _fault_order(
-    logits: tl.tensor, vocab: tl.constexpr, padded: tl.constexpr, chunk: tl.constexpr
+    logits: tl.tensor,
+    team: tl.tuple,
+    turn: tl.tensor,
+    vocab: tl.constexpr,
+    span: tl.constexpr,
+    chunk: tl.constexpr,
+    members: tl.constexpr,
 ) -> tl.tuple:
-    """The greatest order of a row's logits, and whether the least is a negative infinity; of rows with a fault."""
+    """Of a row with a fault: the greatest order of its logits, whether the least is -infinity, and the next
+    turn."""
     greatest = tl.full([chunk], NOTHING, tl.int32)
     lowest = tl.full([chunk], NAN, tl.int32)
-    for start in tl.range(0, padded, chunk, num_stages=STAGES):
+    begin = team[1] * span
+    for start in tl.range(begin, begin + span, chunk, num_stages=STAGES):
         here = start + tl.arange(0, chunk)
         order = order_of(tl.load(logits + here, mask=here < vocab, other=0.0).to(tl.float32))
         greatest, lowest = tl.maximum(greatest, order), tl.minimum(lowest, order)
-    return tl.max(greatest, axis=0), (tl.min(lowest, axis=0) == MINUS_INF).to(tl.int32)
+    most, least = tl.max(greatest, axis=0), tl.min(lowest, axis=0)
+    if members > 1:
+        mine = posted(0, most) + posted(1, least)
+        found, turn = exchanged(team, turn, mine, members)
+        most, least = tl.max(column(found, 0), axis=0), tl.min(column(found, 1), axis=0)
+    return most, (least == MINUS_INF).to(tl.int32), turn
 
 
 @jit_function
@@ -153,12 +180,16 @@ def _weighed(
     slot: tl.tensor,
     tables: tl.tuple,
     few: tl.tensor,
+    team: tl.tuple,
+    turn: tl.tensor,
     vocab: tl.constexpr,
-    padded: tl.constexpr,
+    span: tl.constexpr,
     chunk: tl.constexpr,
     few_size: tl.constexpr,
+    members: tl.constexpr,
 ) -> tl.tuple:
-    """``engine.sampler.truncate``: the least value that is kept, and the sum of exp(value - top) of all kept."""
+    """``engine.sampler.truncate``: the least value that is kept, the sum of exp(value - top) of all kept, and the
+    next turn."""
     own = tables[FLOATS] + slot * _COLUMNS
     top_k, top_p, min_p = tl.load(tables[TOP_K] + slot), tl.load(own + _TOP_P), tl.load(own + _MIN_P)
     low, high = order_of(least).to(tl.int64), order_of(top).to(tl.int64) + 1
@@ -167,15 +198,17 @@ def _weighed(
         low = tl.minimum(tl.maximum(low, order_of(top + tl.log(min_p)).to(tl.int64)), high - 1)
     if top_k < vocab:
         number = tl.full([], vocab, tl.float32)
-        low, number = crossing(
-            values, low, high, number, top_k.to(tl.float32), top, few, False, padded, chunk, few_size
-        )
-    total = mass_from(values, value_of(low.to(tl.int32)), top, padded, chunk)
+        low, number, turn = crossing(
+            values, low, high, number, top_k.to(tl.float32), top, few, team, turn,
+            False, span, chunk, few_size, members,
+        )  # fmt: skip
+    total, turn = mass_from(values, value_of(low.to(tl.int32)), top, team, turn, span, chunk, members)
     if top_p < 1:
-        low, total = crossing(
-            values, low, high, total, top_p * total, top, few, True, padded, chunk, few_size
-        )
-    return value_of(low.to(tl.int32)), total
+        low, total, turn = crossing(
+            values, low, high, total, top_p * total, top, few, team, turn,
+            True, span, chunk, few_size, members,
+        )  # fmt: skip
+    return value_of(low.to(tl.int32)), total, turn
 
 
 @jit_function
@@ -187,27 +220,32 @@ def look(
     history: tl.tuple,
     allowed: tl.tensor,
     few: tl.tensor,
+    team: tl.tuple,
+    turn: tl.tensor,
     vocab: tl.constexpr,
-    padded: tl.constexpr,
+    span: tl.constexpr,
     chunk: tl.constexpr,
     few_size: tl.constexpr,
+    members: tl.constexpr,
     has_mask: tl.constexpr,
 ) -> tl.tuple:
-    """A row's finding and figures; of a greedy or faulty one nothing is kept.
+    """A row's finding, its figures and the next turn; of a greedy or faulty one nothing is kept.
 
     The finding's token is the best of the processed logits; whether it tells of a fault depends on the logits as
     they came.
     """
-    token, top, least, finite = _survey(
-        logits, values, slot, tables, history, allowed, vocab, padded, chunk, has_mask
+    token, top, least, finite, turn = _survey(
+        logits, values, slot, tables, history, allowed, team, turn, vocab, span, chunk, members, has_mask
     )
     order, low = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     kept, total = tl.full([], float("inf"), tl.float32), tl.full([], 1.0, tl.float32)
     if finite == 0:
-        order, low = _fault_order(logits, vocab, padded, chunk)
+        order, low, turn = _fault_order(logits, team, turn, vocab, span, chunk, members)
     elif (temperature_of(tables, slot) > 0) & (tl.abs(top) < float("inf")):
-        kept, total = _weighed(values, top, least, slot, tables, few, vocab, padded, chunk, few_size)
-    return finding_of(order, tl.minimum(token, vocab - 1), low), top, kept, total
+        kept, total, turn = _weighed(
+            values, top, least, slot, tables, few, team, turn, vocab, span, chunk, few_size, members
+        )
+    return finding_of(order, tl.minimum(token, vocab - 1), low), top, kept, total, turn
 
 
 @jit_varying("places")
@@ -221,13 +259,16 @@ def weigh_kernel(
     core: tl.tensor,
     tables: tl.tuple,
     allowed: tl.tensor,
+    board: tl.tensor,
+    turns: tl.tensor,
     places: tl.tensor,
     columns: tl.constexpr,
     words: tl.constexpr,
     vocab: tl.constexpr,
-    padded: tl.constexpr,
+    span: tl.constexpr,
     chunk: tl.constexpr,
     few_size: tl.constexpr,
+    members: tl.constexpr,
     has_mask: tl.constexpr,
 ) -> None:
     """Findings and figures of verify rows, ``places`` a request; a place's history are the drafts before it."""
@@ -237,11 +278,14 @@ def weigh_kernel(
     slot = tl.load(slots + request)
     own = core + request * columns
     history = own + _NEXT_TOKEN + 1, place.to(tl.int32), tl.load(own + _SEQ_LEN) + 1 + place
-    finding, top, least, total = look(
-        logits + row * vocab, values + row * padded, slot, tables, history, allowed + row * words,
-        few + row * few_size, vocab, padded, chunk, few_size, has_mask,
+    team, turn = team_of(board, turns, row, members)
+    finding, top, least, total, turn = look(
+        logits + row * vocab, values + row * (span * members), slot, tables, history, allowed + row * words,
+        few + row * few_size, team, turn, vocab, span, chunk, few_size, members, has_mask,
     )  # fmt: skip
-    tl.store(findings + row, finding)
-    tl.store(figures + row * FIGURES, top)
-    tl.store(figures + row * FIGURES + 1, least)
-    tl.store(figures + row * FIGURES + 2, total)
+    if team[1] == 0:
+        tl.store(findings + row, finding)
+        tl.store(figures + row * FIGURES, top)
+        tl.store(figures + row * FIGURES + 1, least)
+        tl.store(figures + row * FIGURES + 2, total)
+    disband(turns, row, team, turn, members)

@@ -25,6 +25,7 @@ from triton.runtime.jit import KernelInterface
 import engine.runner
 from engine import kernels
 from engine.config import ModelConfig, parse_config
+from engine.kernels.step import FusedOps
 from engine.kv.pool import LatentPool
 from engine.model.decoder import Decoder
 from engine.model.draft import MtpDraft
@@ -147,7 +148,7 @@ def make_runner(config: ModelConfig, dtype: torch.dtype, k: int) -> Runner:
         table_width=LONGEST // 64,
         device=device,
     )
-    return Runner(
+    runner = Runner(
         model=LoadedModel(decoder, draft, cast(CheckpointReport, None)),
         backend=NoAttention(config.kv_lora_rank),
         pool=pool,
@@ -157,6 +158,9 @@ def make_runner(config: ModelConfig, dtype: torch.dtype, k: int) -> Runner:
         hidden_size=config.hidden_size,
         max_uniform_tokens=CHUNK,
     )
+    assert isinstance(runner.step.ops, FusedOps)
+    runner.step.ops.assemble(132)
+    return runner
 
 
 @contextmanager

@@ -26,6 +26,10 @@ from engine.kernels.moe import mix
 from engine.kernels.norm import merge_inputs, rms_norm
 from engine.kernels.router import Routing, route_blocks
 from engine.kernels.split_mla import split_mla
+from engine.kernels.step import FusedOps
+from engine.kv.pool import LatentPool
+from engine.sampler import FULL
+from engine.state import SlotState
 
 SHARED_LIMIT = 227 * 1024
 """Shared memory of one program on compute capability 9.0 and 10.0, in bytes."""
@@ -147,10 +151,27 @@ def compile_moe(dtype: torch.dtype, hidden: int, inner: int, experts: int, share
         mix(x, x, weights, blocks, gate_up, down)
 
 
+def compile_sampling(vocab: int, processors: int) -> None:
+    """A step's decisions where a row's programs are one, and of each size of a team."""
+    device, k = torch.device("cpu"), 3
+    state = SlotState(num_slots=1, num_speculative_tokens=k, vocab_size=vocab, table_width=8, device=device)
+    pool = LatentPool(
+        num_layers=1, num_pages=9, page_size=64, latent_dim=1, dtype=torch.float32, device=device
+    )
+    ops = FusedOps(state, pool, k)
+    ops.assemble(processors)
+    for count in (1, 2, 4, 8, 16, 64):
+        rows = ops.load(torch.zeros(count, dtype=torch.int64), None, (64,) * count, FULL, k + 1)
+        logits = torch.empty(count, k + 1, vocab, dtype=torch.bfloat16)
+        accepted = ops.accept(rows, logits, None)
+        ops.propose(rows, logits[:, 0], rows.seq_len, accepted.history, 0)
+
+
 if __name__ == "__main__":
     compiled = install(int(sys.argv[1]))
     compile_attention(16, torch.bfloat16)
     compile_attention(2, torch.float16)
+    compile_sampling(102400, 132)
     for wanted in (torch.bfloat16, torch.float16, torch.float32):
         compile_dense(SMALL, wanted)
         compile_moe(wanted, 100, 77, 3, 0)
