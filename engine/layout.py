@@ -10,7 +10,7 @@ captures or replays accepts.
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Final
 
 import torch
@@ -53,7 +53,7 @@ class UniformLayout:
         return self.rows * self.stride
 
 
-@lru_cache(maxsize=512)
+@cache
 def uniform_layout(rows: int, stride: int, device: torch.device) -> UniformLayout:
     """The layout of a ``[rows, stride]`` forward; the same object for the same arguments."""
     assert rows >= 1 and stride >= 1, f"a layout needs rows and stride >= 1, got {rows} and {stride}"

@@ -13,6 +13,8 @@ CONTRACT_FIELDS = (
     # What the host compares before it
     "stride", "variant", "table_width", "num_pages", "padding_slot", "backend", "reads", "bindings",
     "allowed", "hidden", "pages",
+    "draft_probs", "keys", "top_k", "has_tables", "min_position", "floats", "logit_bias", "stop_mask",
+    "output_counts", "prompt_seen",
 )  # fmt: skip
 """What a captured step holds frozen, and can find changed, by the names of the engine's contract."""
 
