@@ -95,6 +95,7 @@ def exchanged(team: tl.tuple, turn: tl.tensor, found: tl.tensor, members: tl.con
     # A word can be in several threads' hands, of which some may have looked too early. All are there now
     tl.debug_barrier()
     words = tl.load(board + place, volatile=True)
+    tl.debug_barrier()  # every thread has read them before any posts again
     return words.to(tl.int32), turn + 1
 
 
