@@ -38,7 +38,7 @@ format: $(VENV)/.dev  ## Format the code.
 docs: $(VENV)/.dev  ## Write the generated documentation.
 	$(BIN)/python -m service.metrics > docs/metrics.md
 	$(BIN)/python -m deploy.grafana.generate
-	$(BIN)/python -m service.settings > $(VENV)/options.md
+	$(BIN)/python -m service.options_table > $(VENV)/options.md
 	sed -i -e '/<!-- options -->/,/<!-- \/options -->/{//!d}' -e '/<!-- options -->/r $(VENV)/options.md' README.md
 
 image-check:  ## Prove the container image's steps in a clean Debian root (as root).

@@ -17,9 +17,9 @@ from engine.bench_steady import Batch, measure, recorded_routing
 from engine.build import assemble
 from engine.config import ModelConfig
 from engine.engine import Engine
-from engine.errors import ConfigError
 from engine.model.loader import LoadedModel
 from engine.model.moe import Moe
+from engine.options import EngineOptions
 from engine.resolve import Resolved
 from engine.runner import Runner
 from engine.synthetic import ForcedOps
@@ -138,7 +138,7 @@ class GpuBench:
         first_tokens: list[FirstToken] = []
         for k in self._plan.depths:
             touched = {size: self._count_touched(k, size, routing) for size in self._plan.batch_sizes}
-            engine = self._engine(k)
+            engine = self._engine(self._plan.options(self._name, k))
             info = engine.info
             for size in self._plan.batch_sizes:
                 for variant in self._plan.variants:
@@ -164,9 +164,9 @@ class GpuBench:
             first_tokens=first_tokens,
         )
 
-    def _engine(self, k: int, *, checks: bool = True, **changes: Any) -> Engine:
-        """An engine over the loaded weights; ``changes``: of the plan's options."""
-        options = msgspec.structs.replace(self._plan.options(self._name, k), **changes)
+    def _engine(self, options: EngineOptions, *, checks: bool = True) -> Engine:
+        """An engine over the loaded weights."""
+        k = options.num_speculative_tokens
 
         def load(resolved: Resolved, max_positions: int) -> LoadedModel:
             assert max_positions <= self._plan.max_positions, "the model was loaded for shorter requests"
@@ -220,7 +220,7 @@ class GpuBench:
         if not any(isinstance(module, Moe) for module in self._model.decoder.modules()):
             return None
         self._report(f"K = {k}, batch {size}: counting experts")
-        engine = self._engine(k, graphs="off")
+        engine = self._engine(msgspec.structs.replace(self._plan.options(self._name, k), graphs="off"))
         batch = Batch(engine, self._prompts(size), params_for("greedy", self._plan.output_tokens))
         with recorded_routing(self._model) as counts:
             for _ in range(PROBE_STEPS):
@@ -241,13 +241,9 @@ class GpuBench:
 
     def _first_tokens(self, eager: Engine, k: int) -> list[FirstToken]:
         """With prefills captured, and without, in turn, over the same weights."""
-        captured = self._engine(k, max_graph_prefill_tokens=None)
+        captured = self._engine(self._plan.first_token_options(self._name, k))
         most = max(captured.info.graphs_captured.get("prefill", [0]))
-        if max(self._plan.first_tokens) - 1 > most:  # the last token of a prompt is its first step's
-            raise ConfigError(
-                f"--first-token {max(self._plan.first_tokens)}: graphs {captured.info.resolved['graphs']} over "
-                f"{captured.info.attention_backend} capture prefills of up to {most} tokens"
-            )
+        assert max(self._plan.first_tokens) - 1 <= most, "the plan is checked before there are weights"
         self._report(f"K = {k}: first tokens")
         found = compare_first_tokens(captured, eager, self._config.vocab_size, self._plan.first_tokens)
         captured.close()
@@ -255,7 +251,7 @@ class GpuBench:
 
     def _overheads(self, on: Engine, k: int) -> list[Overhead]:
         """Guard and contract on and off, in turn, over the same weights."""
-        off = self._engine(k, checks=False)
+        off = self._engine(self._plan.options(self._name, k), checks=False)
         variant = self._plan.variants[0]
         params = params_for(variant, self._plan.output_tokens)
         found = []

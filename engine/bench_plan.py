@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal
 
 import msgspec
-import torch
 
 from engine.bench_steady import LEAST_STEPS, SETTLE_STEPS
-from engine.build import assemble
+from engine.build import assemble, max_captured_prefill
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.kv.pool import pool_bytes_per_token
+from engine.memory import free_bytes
 from engine.model.loader import LoadedModel
 from engine.options import AttentionBackend, Device, EngineOptions, Graphs
 from engine.resolve import Resolved, resolve
@@ -81,9 +80,9 @@ class BenchPlan(msgspec.Struct, frozen=True, kw_only=True):
             seed=self.seed,
         )
 
-
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Of versions 2 and 1, as a container sees its own."""
+    def first_token_options(self, name: str, k: int) -> EngineOptions:
+        """Those, but with prefills captured as a server has them."""
+        return msgspec.structs.replace(self.options(name, k), max_graph_prefill_tokens=None)
 
 
 class _Unloaded(Exception):
@@ -128,7 +127,21 @@ def check_plan(plan: BenchPlan, name: str, config: ModelConfig) -> Resolved:
         options.validate()
         with suppress(_Unloaded):
             assemble(config, options, stop, lambda _: None)
+    _check_first_tokens(plan, name, config)
     return resolve(plan.options(name, max(plan.depths)), config)
+
+
+def _check_first_tokens(plan: BenchPlan, name: str, config: ModelConfig) -> None:
+    """Refuse first tokens behind prefills that no engine of the plan captures."""
+    if not plan.first_tokens:
+        return
+    options = plan.first_token_options(name, max(plan.depths))
+    most = max_captured_prefill(config, options)
+    if max(plan.first_tokens) - 1 > most:  # the last token of a prompt is its first step's
+        raise ConfigError(
+            f"--first-token {max(plan.first_tokens)}: --graphs {plan.graphs} and --attention-backend "
+            f"{plan.attention_backend} capture prefills of up to {most} tokens here"
+        )
 
 
 def check_memory(plan: BenchPlan, preset: str, config: ModelConfig, resolved: Resolved) -> None:
@@ -150,13 +163,3 @@ def check_memory(plan: BenchPlan, preset: str, config: ModelConfig, resolved: Re
             f"--preset {preset}: weights and KV pool take {needed / 1e9:.1f} GB in {dtype}, {resolved.device} has "
             f"{free / 1e9:.1f} GB free"
         )
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory of ``device`` that a process can still take; of a CPU no more than its control group may have."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    [available] = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    limits = [path.read_text(encoding="ascii").strip() for path in _CGROUP_LIMITS if path.is_file()]
-    return min([available, *(int(limit) for limit in limits if limit != "max")])

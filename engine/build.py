@@ -13,19 +13,12 @@ import torch
 from engine.attention import AttentionBackend, AttentionSpec, make_backend
 from engine.config import ModelConfig
 from engine.errors import ConfigError
+from engine.fit import check_pool, check_tokenizer, longest_context, pages_within, reachable
 from engine.grammar.compiler import GrammarCompiler
 from engine.kv.pool import LatentPool
 from engine.model.loader import LoadedModel, load_model
 from engine.options import EngineOptions
-from engine.resolve import (
-    CPU_POOL_BYTES,
-    GRAPH_PREFILL_TOKENS,
-    Resolved,
-    pages_in,
-    pages_wanted,
-    resolve,
-    resolve_max_model_len,
-)
+from engine.resolve import CPU_POOL_BYTES, GRAPH_PREFILL_TOKENS, Resolved, resolve
 from engine.runner import Runner
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.state import SlotState
@@ -54,6 +47,8 @@ def build(path: Path, options: EngineOptions, progress: Callable[[Progress], Non
         CheckpointError: A damaged or incomplete checkpoint.
     """
     config = ModelConfig.from_dir(path)
+    check_tokenizer(options, config)
+    check_pool(options, config, resolve(options, config))
 
     def load(resolved: Resolved, max_positions: int) -> LoadedModel:
         return load_model(
@@ -84,14 +79,14 @@ def assemble(
         ConfigError: An option or configuration value that cannot be honoured.
     """
     resolved = resolve(options, config)
-    limit = resolve_max_model_len(options, config)
+    limit = longest_context(options, config, resolved)
     backend = _make_backend(config, resolved, options)
     progress(Progress(stage="loading", done=0, total=1))
-    model = load(resolved, limit + _overrun(resolved))
+    model = load(resolved, limit + resolved.overrun)
     progress(Progress(stage="warming", done=0, total=1))
     factory = _Factory(options, config, resolved, backend, model, adjust)
     num_pages = factory.size_pool(limit)
-    max_model_len = _clamp(limit, num_pages, options, resolved)
+    max_model_len = reachable(limit, num_pages, options, resolved)
     parts = factory.assemble(num_pages, max_model_len)
     parts.runner.warm_up(factory.warm_up_tokens(max_model_len))
     if resolved.graphs != "off":
@@ -126,25 +121,33 @@ def _make_backend(config: ModelConfig, resolved: Resolved, options: EngineOption
     return make_backend(options.attention_backend, spec)
 
 
-def _clamp(limit: int, num_pages: int, options: EngineOptions, resolved: Resolved) -> int:
-    """The context length that one request can reach in a pool of ``num_pages``."""
-    room = (num_pages - 1) * resolved.page_size
-    if options.max_model_len is not None and options.max_model_len > room:
-        raise ConfigError(
-            f"max_model_len={options.max_model_len}: the KV pool of {num_pages - 1} pages of "
-            f"{resolved.page_size} holds only {room} positions"
-        )
-    if room < 2:
-        raise ConfigError(f"num_kv_pages={num_pages}: holds only {room} positions, no request can run in it")
-    return min(limit, room)
+def _largest_prefill(options: EngineOptions, max_model_len: int) -> int:
+    return min(options.prefill_chunk_size, max_model_len)
 
 
-def _overrun(resolved: Resolved) -> int:
-    """Positions past the context end that a step can touch; without a page, they land in the scratch page.
+def _max_uniform_tokens(
+    options: EngineOptions, resolved: Resolved, backend: AttentionBackend, max_model_len: int
+) -> int:
+    """Tokens of the largest prefill in the uniform form, which a CPU without graphs has no use for."""
+    if resolved.graphs == "off" and resolved.device.type == "cpu":
+        return 0
+    wanted = options.max_graph_prefill_tokens
+    if wanted is None:
+        wanted = 0 if backend.gathers else GRAPH_PREFILL_TOKENS
+    return min(wanted, _largest_prefill(options, max_model_len))
 
-    A row one token short of the end runs a whole step, in overlap two, and the draft steps reach further.
+
+def max_captured_prefill(config: ModelConfig, options: EngineOptions) -> int:
+    """Tokens of the largest prefill that an engine would capture, known before there are weights; 0 if none.
+
+    Raises:
+        ConfigError: An option that cannot be honoured.
     """
-    return resolved.stride * resolved.steps_ahead + resolved.draft_reach
+    resolved = resolve(options, config)
+    if resolved.graphs == "off":
+        return 0
+    backend = _make_backend(config, resolved, options)
+    return _max_uniform_tokens(options, resolved, backend, longest_context(options, config, resolved))
 
 
 class _Factory:
@@ -169,14 +172,11 @@ class _Factory:
     def size_pool(self, limit: int) -> int:
         """Pages of the pool, the scratch page included."""
         if self._options.num_kv_pages is not None:
+            check_pool(self._options, self._config, self._resolved)  # once more: the weights are there now
             return self._options.num_kv_pages
         on_cpu = self._resolved.device.type == "cpu"
         budget = CPU_POOL_BYTES if on_cpu else self._measure_gpu_budget(limit)
-        fitting = pages_in(budget, self._resolved, self._config)
-        pages = min(fitting, pages_wanted(self._options, self._resolved, limit))
-        if pages < 2:
-            raise ConfigError(f"no memory is left for a KV pool: {budget} bytes do not hold two pages")
-        return pages
+        return pages_within(budget, limit, self._options, self._config, self._resolved)
 
     def _measure_gpu_budget(self, limit: int) -> int:
         """Bytes for the pool: the allowed share of the GPU less the peak of a full prefill chunk and step.
@@ -197,16 +197,7 @@ class _Factory:
 
     def warm_up_tokens(self, max_model_len: int) -> int:
         """Tokens of the largest prefill."""
-        return min(self._options.prefill_chunk_size, max_model_len)
-
-    def _max_uniform_tokens(self, max_model_len: int) -> int:
-        """Tokens of the largest prefill in the uniform form, which a CPU without graphs has no use for."""
-        if self._resolved.graphs == "off" and self._resolved.device.type == "cpu":
-            return 0
-        wanted = self._options.max_graph_prefill_tokens
-        if wanted is None:
-            wanted = 0 if self._backend.gathers else GRAPH_PREFILL_TOKENS
-        return min(wanted, self.warm_up_tokens(max_model_len))
+        return _largest_prefill(self._options, max_model_len)
 
     def runner(self, num_pages: int, max_model_len: int) -> Runner:
         resolved, config = self._resolved, self._config
@@ -218,7 +209,7 @@ class _Factory:
             dtype=resolved.dtype,
             device=resolved.device,
         )
-        positions = max_model_len + _overrun(resolved)
+        positions = max_model_len + resolved.overrun
         state = SlotState(
             num_slots=self._options.max_num_seqs,
             num_speculative_tokens=resolved.num_speculative_tokens,
@@ -234,7 +225,7 @@ class _Factory:
             num_speculative_tokens=resolved.num_speculative_tokens,
             draft_reach=resolved.draft_reach,
             hidden_size=config.hidden_size,
-            max_uniform_tokens=self._max_uniform_tokens(max_model_len),
+            max_uniform_tokens=_max_uniform_tokens(self._options, resolved, self._backend, max_model_len),
         )
         self._adjust(runner)
         return runner

@@ -9,7 +9,6 @@ import os
 import platform
 import secrets
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from typing import Final, Literal
@@ -22,7 +21,6 @@ from torch import Tensor
 from engine.bundle import FORMAT, MANIFEST, TENSORS, Manifest, StepPath, checkpoint_digest
 from engine.bundle_check import flag_names, omitted_state, valid_pages
 from engine.contract import GraphKey
-from engine.errors import ConfigError
 from engine.guard import HALTING, PREFILL
 from engine.kv.pool import LatentPool
 from engine.options import EngineOptions
@@ -31,6 +29,7 @@ from engine.sampler import Variant, choose_variant
 from engine.sequence import PrefillResult, RowResult
 from engine.state import SlotState
 from engine.types import EngineInfo, SamplingParams
+from engine.writable import make_writable_directory
 
 MAX_BUNDLE_BYTES: Final = 512 << 20
 """Largest bundle. KV pages past it are left out; the rest still tells what happened."""
@@ -58,12 +57,7 @@ class BundleWriter:
         self._info = info
         self._digest = checkpoint_digest(Path(options.model))
         self._versions = _versions()
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-        except OSError as error:
-            raise ConfigError(f"nan_bundle_dir={str(directory)!r}: cannot be written to: {error}") from error
+        make_writable_directory(f"nan_bundle_dir={str(directory)!r}", directory)
 
     def write(
         self,

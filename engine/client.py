@@ -169,8 +169,8 @@ class BaseClient:
         if request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         stream = TokenStream(request.request_id, self.abort)
+        self._send(AddRequest(request))  # first: what cannot be encoded leaves no stream behind
         self._streams[request.request_id] = stream
-        self._send(AddRequest(request))
         return stream
 
     def abort(self, request_id: str) -> None:

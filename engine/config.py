@@ -32,6 +32,8 @@ _YARN_KEYS = (
     "attention_factor", "truncate",
 )  # fmt: skip
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_VOCAB_SIZE = 1 << 22
+MAX_POSITIONS = 2**31 - 1
 FP8_BLOCK = 128
 """Rows and columns of a block that shares one scale in a DeepSeek-V3 FP8 checkpoint."""
 
@@ -180,7 +182,7 @@ def parse_config(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> Mode
     rope_theta, rope_scaling = _parse_rope(raw)
     config = ModelConfig(
         model_type=model_type,
-        vocab_size=keys.integer("vocab_size"),
+        vocab_size=keys.integer("vocab_size", most=MAX_VOCAB_SIZE),
         hidden_size=keys.integer("hidden_size"),
         num_hidden_layers=keys.integer("num_hidden_layers"),
         num_attention_heads=keys.integer("num_attention_heads"),
@@ -190,12 +192,12 @@ def parse_config(raw: Mapping[str, Any], eos_token_ids: tuple[int, ...]) -> Mode
         qk_rope_head_dim=keys.integer("qk_rope_head_dim"),
         v_head_dim=keys.integer("v_head_dim"),
         intermediate_size=keys.integer("intermediate_size"),
-        **_parse_moe(keys, raw, _DEFAULTS[architecture]),
+        **_parse_moe(keys, raw, architecture),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
-        rope_interleave=keys.boolean("rope_interleave", True),
+        rope_interleave=_parse_interleave(keys, raw, architecture),
         rms_norm_eps=keys.number("rms_norm_eps"),
-        max_position_embeddings=keys.integer("max_position_embeddings"),
+        max_position_embeddings=keys.integer("max_position_embeddings", most=MAX_POSITIONS),
         num_nextn_predict_layers=keys.integer("num_nextn_predict_layers", 0, least=0),
         tie_word_embeddings=keys.boolean("tie_word_embeddings", False),
         dtype=_parse_dtype(raw),
@@ -221,7 +223,17 @@ def _check_architecture(raw: Mapping[str, Any], model_type: str) -> str:
     return architecture
 
 
-def _parse_moe(keys: Keys, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_interleave(keys: Keys, raw: Mapping[str, Any], architecture: str) -> bool:
+    """An absent key means true in both architectures; null does not, in Transformers."""
+    if "rope_interleave" in raw and raw["rope_interleave"] is None:
+        raise keys.fail("rope_interleave", "expected true or false, or no such key")
+    interleave = keys.boolean("rope_interleave", True)
+    if not interleave and architecture == "DeepseekV2ForCausalLM":
+        raise keys.fail("rope_interleave", "DeepSeek-V2 has no such key, its rows are interleaved")
+    return interleave
+
+
+def _parse_moe(keys: Keys, raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The fields of MoE layers; neutral ones for a model without any."""
     if not raw.get("n_routed_experts"):
         return {
@@ -231,24 +243,27 @@ def _parse_moe(keys: Keys, raw: Mapping[str, Any], defaults: Mapping[str, Any]) 
             "norm_topk_prob": False, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
             "moe_layer_freq": 1,
         }  # fmt: skip
-    methods = ("greedy", "group_limited_greedy", "noaux_tc")
+    methods, defaults = ("greedy", "group_limited_greedy", "noaux_tc"), _DEFAULTS[architecture]
+    method = keys.choice("topk_method", methods, defaults["topk_method"])
+    grouped = method != "greedy"  # which knows no groups (published V2-Lite files still name one)
     moe: dict[str, Any] = {
         "n_routed_experts": keys.integer("n_routed_experts"),
         "num_experts_per_tok": keys.integer("num_experts_per_tok"),
         "n_shared_experts": keys.integer("n_shared_experts", 0, least=0),
         "moe_intermediate_size": keys.integer("moe_intermediate_size"),
-        "n_group": keys.integer("n_group", 1),
-        "topk_group": keys.integer("topk_group", 1),
-        "topk_method": keys.choice("topk_method", methods, defaults["topk_method"]),
+        "n_group": keys.integer("n_group") if grouped else 1,
+        "topk_group": keys.integer("topk_group") if grouped else 1,
+        "topk_method": method,
         "scoring_func": keys.choice("scoring_func", ("softmax", "sigmoid"), defaults["scoring_func"]),
         "norm_topk_prob": keys.boolean("norm_topk_prob"),
         "routed_scaling_factor": keys.number("routed_scaling_factor"),
         "first_k_dense_replace": keys.integer("first_k_dense_replace", least=0),
         "moe_layer_freq": keys.integer("moe_layer_freq", 1),
     }
-    if moe["topk_method"] == "greedy":
-        # This method knows no groups (published V2-Lite files still name one).
-        moe["n_group"] = moe["topk_group"] = 1
+    if moe["norm_topk_prob"] and architecture == "DeepseekV2ForCausalLM":
+        raise keys.fail(
+            "norm_topk_prob", "DeepSeek-V2's own code and Transformers disagree on it, expected false"
+        )
     experts, groups = moe["n_routed_experts"], moe["n_group"]
     if experts % groups:
         raise keys.fail("n_group", f"does not divide n_routed_experts={experts}")
@@ -304,7 +319,7 @@ def _parse_scaling(name: str, raw: Mapping[str, Any]) -> YarnScaling | None:
         raise keys.fail("factor", "expected a number >= 1")
     return YarnScaling(
         factor=factor,
-        original_max_position_embeddings=keys.integer("original_max_position_embeddings"),
+        original_max_position_embeddings=keys.integer("original_max_position_embeddings", most=MAX_POSITIONS),
         beta_fast=keys.number("beta_fast", 32.0),
         beta_slow=keys.number("beta_slow", 1.0),
         mscale=keys.optional_number("mscale"),

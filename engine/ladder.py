@@ -208,7 +208,9 @@ class Ladder:
             message = f"the model's output for token {position} is not finite ({_found(result)})"
             error = ErrorInfo("numerical_error", message)
         else:
-            message = f"the device's state of the request was damaged before token {position} ({_found(result)})"
+            message = (
+                f"the device's state of the request was damaged before token {position} ({_found(result)})"
+            )
             error = ErrorInfo("internal_error", message)
         self._runner.counts["nan_guard_actions", ("failed", cause)] += 1
         delta, tainted = self._scheduler.fail(result.sequence, error)

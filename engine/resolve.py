@@ -44,6 +44,14 @@ class Resolved:
         """Steps that can be launched before their predecessor's results are known, that one included."""
         return 2 if self.schedule == "overlap" else 1
 
+    @property
+    def overrun(self) -> int:
+        """Positions past the context end that a step can touch; without a page, they land in the scratch page.
+
+        A row one token short of the end runs a whole step, in overlap two, and the draft steps reach further.
+        """
+        return self.stride * self.steps_ahead + self.draft_reach
+
 
 def resolve(options: EngineOptions, config: ModelConfig) -> Resolved:
     """Replace every ``auto``.
@@ -95,7 +103,7 @@ def pages_wanted(options: EngineOptions, resolved: Resolved, max_model_len: int)
     return 1 + options.max_num_seqs * -(-max_model_len // resolved.page_size)
 
 
-def pages_in(budget: int, resolved: Resolved, config: ModelConfig) -> int:
-    """Pages that ``budget`` bytes hold."""
+def page_bytes(resolved: Resolved, config: ModelConfig) -> int:
+    """Bytes of one page of the pool, over all its planes."""
     planes = config.num_hidden_layers + (1 if resolved.num_speculative_tokens else 0)
-    return budget // (resolved.page_size * pool_bytes_per_token(planes, config.latent_dim, resolved.dtype))
+    return resolved.page_size * pool_bytes_per_token(planes, config.latent_dim, resolved.dtype)

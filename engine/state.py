@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.rng import seed_key
 from engine.staging import stage
-from engine.types import SamplingParams
+from engine.types import GREEDY_BELOW, SamplingParams
 
 SEQ_LEN: Final = 0
 NUM_DRAFTS: Final = 1
@@ -23,8 +23,6 @@ FLAGS: Final = 2
 NEXT_TOKEN: Final = 3
 """Columns of ``SlotState.core``; the drafts follow ``NEXT_TOKEN``, so that columns 3.. are a verify row."""
 
-MIN_TEMPERATURE: Final = 1e-5
-"""Temperatures below this are greedy: the quotient of logits would overflow long before it mattered."""
 _FLOATS: Final = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
@@ -96,7 +94,7 @@ class SlotState:
         self.top_k[slot].fill_(min(params.top_k or self.vocab_size, self.vocab_size))
         self.min_position[slot].fill_(num_prompt + params.min_tokens)
         floats = [
-            params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
+            params.temperature if params.temperature >= GREEDY_BELOW else 0.0,
             params.top_p,
             params.min_p,
             params.presence_penalty,

@@ -7,10 +7,12 @@ Linux processes of one machine share.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
+GREEDY_BELOW: Final = 1e-5
+"""Temperatures below this are greedy: the quotient of logits would overflow long before it mattered."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 ForwardPhase = Literal["prefill", "draft", "step"]
 ForwardPath = Literal["replay", "eager"]

@@ -15,13 +15,13 @@ class Place:
         self._admission = admission
         self.num_choices = 1
 
-    def claim(self, num_choices: int) -> None:
+    def claim(self, num_choices: int, param: str = "n") -> None:
         """Hold ``num_choices`` instead of one.
 
         Raises:
-            ApiError: 429 if they do not fit now, 400 if they never will.
+            ApiError: 429 if they do not fit now, 400 naming ``param`` if they never will.
         """
-        self._admission.change(self.num_choices, num_choices)
+        self._admission.change(self.num_choices, num_choices, param)
         self.num_choices = num_choices
 
 
@@ -56,10 +56,10 @@ class Admission:
         if self.num_choices >= self.limit:
             raise self._full()
 
-    def change(self, held: int, wanted: int) -> None:
+    def change(self, held: int, wanted: int, param: str = "n") -> None:
         """Exchange ``held`` choices for ``wanted``. Raises ``ApiError`` as `Place.claim`."""
         if wanted > self.limit:
-            raise bad_request(f"At most {self.limit} choices can run and wait at once, not {wanted}.", "n")
+            raise bad_request(f"At most {self.limit} choices can run and wait at once, not {wanted}.", param)
         if self.num_choices - held + wanted > self.limit:
             raise self._full()
         self.num_choices += wanted - held

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 from rich.console import Console
@@ -29,6 +29,19 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(invoke_without_command=True)
 app.add_typer(bench_app, name="bench")
+
+
+def path(text: str) -> Path:
+    """What an argument or option names.
+
+    Raises:
+        BadParameter: It is empty, which ``Path`` takes for the current directory.
+    """
+    if not text:
+        raise typer.BadParameter("must not be empty")
+    return Path(text)
+
+
 _ENGINE_GROUPS = ("Model", "Engine", "KV cache")
 _ENVIRONMENT = (
     "Every option can also be set by a variable, for example EYAS_PORT for --port; the option wins."
@@ -97,12 +110,14 @@ def _parameters(groups: tuple[str, ...]) -> list[inspect.Parameter]:
         if groups and group not in groups:
             continue
         repeated = name == "api_key"
+        is_path = Path in (hints[name], *get_args(hints[name]))
         option = typer.Option(
             [] if repeated else None,
             option_name(name),
             help=f"{field.description}{_default_text(field.default)}",
             rich_help_panel=group,
             show_default=False,
+            parser=path if is_path else None,
         )
         parameters.append(
             inspect.Parameter(
@@ -161,11 +176,11 @@ def generate(
         _refuse_beside_input(context)
         run_batch(settings, input, output)
         return
-    from service.commands.generate import Sampling
+    from service.commands.generate import Sampling, read_prompt, read_stops
     from service.commands.generate import generate as run
 
-    text = sys.stdin.read() if prompt is None else prompt
-    run(settings, text, Sampling(max_tokens, temperature, top_p, tuple(stop or ())), chat=chat)
+    sampling = Sampling(max_tokens, temperature, top_p, read_stops(stop or []))
+    run(settings, read_prompt(prompt), sampling, chat=chat)
 
 
 def _refuse_beside_input(context: typer.Context) -> None:
@@ -177,7 +192,9 @@ def _refuse_beside_input(context: typer.Context) -> None:
 
 @app.command()
 def check(
-    directory: Annotated[Path, typer.Argument(help="Checkpoint directory in Hugging Face layout.")],
+    directory: Annotated[
+        Path, typer.Argument(parser=path, help="Checkpoint directory in Hugging Face layout.")
+    ],
 ) -> None:
     """Verify a checkpoint directory and print what it holds, without serving it."""
     from service.commands.check import check as run
@@ -188,9 +205,10 @@ def check(
 @app.command()
 @names_own_options
 def replay(
-    bundle: Annotated[Path, typer.Argument(help="Bundle that --nan-bundle-dir made.")],
+    bundle: Annotated[Path, typer.Argument(parser=path, help="Bundle that --nan-bundle-dir made.")],
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint directory. Default: the one that the bundle names.")
+        Path | None,
+        typer.Option(parser=path, help="Checkpoint directory. Default: the one that the bundle names."),
     ] = None,
     device: Annotated[Device, typer.Option(help="auto: the GPU if there is one.")] = "auto",
     graphs: Annotated[
@@ -243,7 +261,7 @@ def bench_gpu(
             "Default: v2-lite, where no --model is named."
         ),
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="A checkpoint directory instead.")] = None,
+    model: Annotated[Path | None, typer.Option(parser=path, help="A checkpoint directory instead.")] = None,
     routing: Annotated[
         str | None,
         typer.Option(help="Of random weights: spread (the default), or concentrated on the same experts."),
@@ -265,7 +283,8 @@ def bench_gpu(
         typer.Option(help="Also measure first tokens behind prompts of so many tokens, comma-separated."),
     ] = None,
     save_weights: Annotated[
-        Path | None, typer.Option(help="Write the random weights to this directory as a checkpoint.")
+        Path | None,
+        typer.Option(parser=path, help="Write the random weights to this directory as a checkpoint."),
     ] = None,
     device: Annotated[Device, typer.Option(help="auto: the GPU if there is one.")] = "auto",
     graphs: Annotated[Graphs, typer.Option(help="As for eyas serve.")] = "auto",

@@ -76,7 +76,8 @@ def unavailable(message: str, code: str, retry_after: int = 1) -> ApiError:
 def request_timeout() -> ApiError:
     """A 504: the request ran longer than the server allows."""
     message = "The request was not complete within the time that this server allows."
-    return ApiError(504, message, type=SERVER_ERROR, code="request_timeout")
+    headers = {"x-should-retry": "false"}  # it would take as long again: official clients obey the header
+    return ApiError(504, message, type=SERVER_ERROR, code="request_timeout", headers=headers)
 
 
 def body_timeout() -> ApiError:
@@ -136,9 +137,10 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
     codes = {404: "not_found", 405: "method_not_allowed"}
     path = request.url.path[:200]
     message = f"{request.method} {path}: {exc.detail}"
-    error = ApiError(
-        exc.status_code, message, code=codes.get(exc.status_code, "http_error"), headers=exc.headers
-    )
+    headers = dict(exc.headers or {})
+    if headers.get("Allow") == "GET":  # the router names one route's methods, and HEAD has a route of its own
+        headers["Allow"] = "GET, HEAD"
+    error = ApiError(exc.status_code, message, code=codes.get(exc.status_code, "http_error"), headers=headers)
     return error_response(error)
 
 

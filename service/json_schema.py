@@ -96,6 +96,8 @@ def _check_keywords(schema: Mapping[str, Any], place: str) -> None:
         if kind not in types and not (kind == "number" and "integer" in types):
             raise SchemaError(f'{place}/{keyword} needs "type": "{kind}"')
     _check_values(schema, types, place)
+    if "$ref" in schema and not (isinstance(schema["$ref"], str) and re.match(r"#(/|$)", schema["$ref"])):
+        raise SchemaError(f"{place}/$ref must be # or begin with #/")
     _check_object(schema, place)
     _check_string(schema, place)
     if len(schema.get("allOf", ())) > 1:

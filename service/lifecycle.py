@@ -10,7 +10,7 @@ from typing import Literal
 import structlog
 
 from engine.client import EngineClient
-from engine.errors import EngineError
+from engine.errors import EngineDeadError, EngineError
 from service.errors import ApiError, unavailable
 from service.generation import Generation
 
@@ -53,7 +53,8 @@ class Lifecycle:
             await self._client.start()
         except EngineError as exc:
             self.failure = exc
-            _log.error("engine_start_failed", error=str(exc))
+            if not isinstance(exc, EngineDeadError):  # which the client's ``on_death`` was told
+                _log.error("engine_start_failed", error=str(exc))
 
     async def started(self) -> None:
         """Wait until the start ended; ``failure`` tells how."""

@@ -48,6 +48,20 @@ def _bounded_in_all(value: object) -> object:
     return value
 
 
+def _only_null(value: object) -> object:
+    if value is not None:
+        invalid("It is not supported", "unsupported_parameter")
+    return value
+
+
+def _only_empty(value: object) -> object:
+    return _only_null(None if value == [] else value)
+
+
+_Null = Annotated[None, BeforeValidator(_only_null)]
+"""A field of OpenAI's answers, which come back as history, that is off."""
+
+
 class CalledFunction(Body):
     """The function of a tool call, as the model called it."""
 
@@ -61,6 +75,7 @@ class MessageToolCall(Body):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: int | None = Field(None, exclude=True, description="Of a streamed answer: the call's place.")
 
 
 class Message(Body):
@@ -74,11 +89,19 @@ class Message(Body):
     reasoning_content: str | None = Field(None, description="Of an assistant's turn; for the template.")
     tool_calls: Annotated[list[MessageToolCall], bounded(MAX_TOOLS)] = Field(default_factory=list)
     tool_call_id: str | None = Field(None, description="Of a tool's turn: the call that it answers.")
+    refusal: _Null = None
+    audio: _Null = None
+    function_call: _Null = None
+    annotations: Annotated[None, BeforeValidator(_only_empty)] = Field(None, description="Empty, or absent.")
 
     def check_role(self, param: str) -> None:
         """Refuse what the role cannot have, or needs and has not. Raises ``ApiError``."""
         if self.content is None and not self.tool_calls:
             raise missing(f"{param}.content")
+        for place, call in enumerate(self.tool_calls):
+            if call.index not in (None, place):
+                field = f"{param}.tool_calls[{place}].index"
+                raise bad_request(f"{field}: must be the call's place, {place}.", field)
         for field in ("tool_calls", "reasoning_content"):
             if getattr(self, field) and self.role != "assistant":
                 raise bad_request(f"{param}.{field}: only an assistant's message has it.", f"{param}.{field}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -83,8 +84,7 @@ class MetricRegistry:
         Args:
             accept: The client's ``Accept`` header: OpenMetrics where it names that, else Prometheus text.
         """
-        accepted = {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
-        if OPENMETRICS_TYPE in accepted:
+        if any(_wants_openmetrics(kind) for kind in accept.lower().split(",")):
             # The library's default would turn the colon of vLLM's names into an underscore.
             content = openmetrics.generate_latest(self._page, escaping=openmetrics.ALLOWUTF8)
             return content, openmetrics.CONTENT_TYPE_LATEST
@@ -101,6 +101,12 @@ class MetricRegistry:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         self.families.append(MetricFamily(f"eyas_{name}", "histogram", (), text))
         return Histogram(f"eyas_{name}", text, buckets=buckets, registry=self.registry)
+
+
+def _wants_openmetrics(kind: str) -> bool:
+    """Whether an entry of an ``Accept`` header, in lower case, names OpenMetrics, and not to refuse it."""
+    name, *parameters = ("".join(part.split()) for part in kind.split(";"))
+    return name == OPENMETRICS_TYPE and not any(re.fullmatch(r"q=0(\.0*)?", part) for part in parameters)
 
 
 def describe(families: list[MetricFamily]) -> str:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.types import EngineInfo, SamplingParams
+from engine.types import GREEDY_BELOW, EngineInfo, SamplingParams
 from service.chat_template import ChatTemplateError
 from service.errors import ApiError, bad_request
 from service.messages import Conversation
@@ -21,8 +21,6 @@ from service.schemas import (
 )
 from service.text import Tokenizer
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them gains nothing and overflows."""
 INLINE_CHARS = 8192
 """Longer texts are tokenised in a thread, so that the event loop keeps its pace."""
 _ITEM_CHARS = 64

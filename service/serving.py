@@ -100,7 +100,7 @@ class Endpoint(Generic[AnyBody]):
         value = await read_json_object(request, service.bodies)
         place = state.closing.enter_context(service.admission.place())
         job = await self.prepare(service, value, state.arrival_time)
-        place.claim(len(job.generation.choices))
+        place.claim(len(job.generation.choices), "n" if job.body.n > 1 else "prompt")
         state.closing.callback(_log_end, state.request_id, job)
         if service.tracer is not None:
             trace = GenerationTrace(self.operation, job.form.head, job.body, job.generation)

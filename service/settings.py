@@ -189,8 +189,9 @@ class Settings(BaseSettings):
 
     @field_validator("api_key")
     @classmethod
-    def _refuse_empty_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
-        if any(not key.strip() for key in keys):
+    def _strip_keys(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        keys = tuple(key.strip() for key in keys)  # blanks around a header's value are no part of it
+        if not all(keys):
             raise ValueError("a key must not be empty")
         return keys
 
@@ -308,12 +309,13 @@ def _explain(item: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 def _refuse_unknown_variables(environ: Mapping[str, str]) -> None:
     known = {ENV_PREFIX + field.upper() for field in Settings.model_fields}
     for name in environ:
-        if not name.startswith(ENV_PREFIX) or name in known:
+        # pydantic-settings takes any case, so that one of two spellings would win unseen: only upper case may pass
+        if not name.upper().startswith(ENV_PREFIX) or name in known:
             continue
         if _SERVICE_LINK.fullmatch(name):
             hint = "Kubernetes sets it for a Service of this name: use enableServiceLinks: false"
         else:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(name.upper(), known, n=1)
             hint = f"did you mean {close[0]}?" if close else "'eyas serve --help' lists the options"
         raise ConfigError(f"{name}: no such option; {hint}")
 
@@ -341,22 +343,3 @@ def _check_tls(settings: Settings) -> None:
             raise ConfigError(f"{option_name(field)} {file}: no such file")
         if file is not None and settings.ssl_certfile is None:
             raise ConfigError(f"{option_name(field)} needs --ssl-certfile")
-
-
-def options_table() -> str:
-    """The options as a Markdown table, for the README."""
-    lines = ["| option | default | meaning |", "| --- | --- | --- |"]
-    for name, field in Settings.model_fields.items():
-        default = field.default
-        if default is None or default == ():
-            shown = ""
-        elif isinstance(default, bool):
-            shown = "on" if default else "off"
-        else:
-            shown = "`models/eyas-14m`" if default == SHIPPED_MODEL else f"`{default}`"
-        lines.append(f"| `{option_name(name)}` | {shown} | {field.description} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(options_table())

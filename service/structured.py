@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from engine.types import GrammarSpec
-from service.errors import bad_request
+from service.errors import ApiError, bad_request
+from service.json_body import parse_json_value
 from service.json_schema import SchemaError, check_schema
 from service.schema_fields import Body, bounded
 
@@ -80,9 +81,13 @@ def _parsed(schema: str | dict[str, Any], param: str) -> object:
     if isinstance(schema, dict):
         return schema
     try:
-        return json.loads(schema)
-    except (ValueError, RecursionError):
-        raise bad_request(f"{param}: the schema is not valid JSON.", param) from None
+        return parse_json_value(schema.encode(), {})
+    except ApiError:
+        message = (
+            f"{param}: the schema is not valid JSON, or has a key twice in one object, half of a surrogate pair or "
+            "a number that is out of range."
+        )
+        raise bad_request(message, param) from None
 
 
 def _bounded(spec: GrammarSpec) -> GrammarSpec:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import msgspec
 
+from engine import writable
 from engine.errors import ConfigError, EngineError
 
 
@@ -45,9 +45,7 @@ def refuse_unwritable_file(option: str, file: Path | None) -> None:
 
 
 def make_writable_directory(option: str, directory: Path | None) -> None:
-    """Make ``directory``, and what is above it, where they are not there.
-
-    Only ``directory`` itself is made for its owner alone; what is above it gets the modes that the umask leaves.
+    """``engine.writable.make_writable_directory`` for an option.
 
     Args:
         option: That named it, for the message.
@@ -56,16 +54,8 @@ def make_writable_directory(option: str, directory: Path | None) -> None:
     Raises:
         ConfigError: It cannot be made, or not be written to.
     """
-    if directory is None:
-        return
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except FileExistsError:
-        raise ConfigError(f"{option} {directory}: is not a directory") from None
-    except OSError as error:
-        raise ConfigError(f"{option} {directory}: cannot be written to: {error.strerror}") from None
+    if directory is not None:
+        writable.make_writable_directory(f"{option} {directory}", directory)
 
 
 def write_json(option: str, file: Path | None, report: msgspec.Struct) -> None:

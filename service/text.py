@@ -58,7 +58,7 @@ class Tokenizer:
         config = _read_json(path / "tokenizer_config.json")
         template = path / "chat_template.jinja"
         if template.is_file():
-            config["chat_template"] = template.read_text(encoding="utf-8")
+            config["chat_template"] = _read_text(template)
         return cls(backend, config)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -142,12 +142,21 @@ def _token_text(config: Mapping[str, Any], name: str) -> str | None:
     return value
 
 
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as exc:
+        value = json.loads(_read_text(file))
+    except (ValueError, RecursionError) as exc:
         raise ConfigError(f"{file} is not valid JSON: {exc}") from exc
     if not isinstance(value, dict):
         raise ConfigError(f"{file} is not a JSON object")

@@ -13,7 +13,9 @@ from typing import Any
 
 import xgrammar
 
+from engine.grammar.ebnf import EbnfError, check_written, rewrite
 from engine.grammar.limits import limit_memory, limit_time
+from engine.grammar.regex import RegexError, translate
 from engine.types import GrammarSpec
 
 MEMORY_BYTES = 1 << 30
@@ -26,6 +28,7 @@ MAX_SPACES = 16
 """White space between the parts of a JSON document: without a bound, a model could write nothing else for ever."""
 
 _ORIGIN = re.compile(r"^(\[[\d:]+\] )?\S+\.(cc|h):\d+: ")
+_FAILED_CHECK = re.compile(r"^Check failed: .* is false:? ", re.DOTALL)
 _MAX_MESSAGE = 300
 _TOO_MUCH_MEMORY = "it needs too much memory to compile"
 _CHARACTERS = r" !#-\[\]-" + "\ud7ff\ue000-\U0010ffff"
@@ -59,13 +62,9 @@ def compile_grammar(spec: GrammarSpec, info: xgrammar.TokenizerInfo) -> xgrammar
     """
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     try:
-        if spec.kind == "json_schema":
-            schema = json.dumps(_bound_by_pattern(json.loads(spec.text)))
-            compiled = compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_SPACES)
-        elif spec.kind == "regex":
-            compiled = compiler.compile_regex(spec.text)
-        else:
-            compiled = compiler.compile_grammar(spec.text)
+        compiled = compiler.compile_grammar(rewrite(_as_ebnf(spec)))
+    except (EbnfError, RegexError) as exc:
+        raise GrammarError(str(exc)) from None
     except MemoryError:
         raise GrammarError(_TOO_MUCH_MEMORY) from None
     except RecursionError:  # a RuntimeError too
@@ -82,22 +81,34 @@ def compile_grammar(spec: GrammarSpec, info: xgrammar.TokenizerInfo) -> xgrammar
     return compiled
 
 
-def _bound_by_pattern(schema: Any) -> Any:
-    """``schema`` with lengths of strings as patterns.
+def _as_ebnf(spec: GrammarSpec) -> str:
+    if spec.kind == "json_schema":
+        schema = json.dumps(_with_patterns(json.loads(spec.text)))
+        return str(xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=MAX_SPACES))
+    if spec.kind == "regex":
+        return str(xgrammar.Grammar.from_regex(translate(spec.text)))
+    check_written(spec.text)
+    return spec.text
+
+
+def _with_patterns(schema: Any) -> Any:
+    """``schema`` with its patterns as the library reads them, and with lengths of strings as patterns.
 
     The library lets strings of bounded length hold control characters, which are not JSON. It writes a pattern's
     match as it is, so the pattern must leave them out, as well as quotes and backslashes.
     """
     if isinstance(schema, list):
-        return [_bound_by_pattern(item) for item in schema]
+        return [_with_patterns(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept = dict(schema)
     for key, item in schema.items():
         if key in _NAMED and isinstance(item, dict):
-            kept[key] = {name: _bound_by_pattern(part) for name, part in item.items()}
+            kept[key] = {name: _with_patterns(part) for name, part in item.items()}
         elif key not in _VALUES:
-            kept[key] = _bound_by_pattern(item)
+            kept[key] = _with_patterns(item)
+    if isinstance(kept.get("pattern"), str):
+        kept["pattern"] = translate(kept["pattern"])
     bounds = kept.get("minLength", 0), kept.get("maxLength", "")
     if "string" not in _types(kept) or "pattern" in kept or bounds == (0, ""):
         return kept
@@ -135,8 +146,12 @@ def _serialise(compiled: xgrammar.CompiledGrammar) -> str:
 
 
 def _readable(message: str) -> str:
-    """The library's message without its source position, on one line."""
+    """The library's message on one line, without its source position and the check that failed."""
     if "bad_alloc" in message:
         return _TOO_MUCH_MEMORY
-    text = " ".join(_ORIGIN.sub("", message).split()).rstrip(".")
+    text = _ORIGIN.sub("", message).partition(" The JSON string is:")[0]
+    text = " ".join(_FAILED_CHECK.sub("", text).split()).rstrip(".")
+    if not text:
+        return "the library that compiles it gives no reason"
+    text += " its end" if text.endswith("but got") else ""
     return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + "..."

@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # needs Triton, which a CPU has not
 
 BAG_ROWS = 16
 """Most rows for which a CPU sums the chosen experts' weight rows; above, grouping tokens by expert wins."""
+GROUPED_BYTES = 16
+"""A grouped product's rows are a multiple of these."""
 MAX_PACKED_EXPERTS = 16
 """Most experts for which a CPU multiplies by all of them, packed, rather than only by the chosen ones."""
 
@@ -126,6 +128,7 @@ class Moe(nn.Module):
         self.num_experts = self.num_routed + self.num_shared
         self.slots = config.num_experts_per_tok + self.num_shared
         self.hidden, self.inner = config.hidden_size, config.moe_intermediate_size
+        self._groupable = not any(size * dtype.itemsize % GROUPED_BYTES for size in (self.hidden, self.inner))
         self.gate_up = self._weight(self.hidden, 2 * self.inner, dtype, input_major)
         self.down = self._weight(self.inner, self.hidden, dtype, input_major)
         self._half: tuple[HalfWeight, HalfWeight] | None = None
@@ -174,15 +177,17 @@ class Moe(nn.Module):
             return self._wide(x, chosen, weights) + residual
         assert self.gate_up is not None and self.down is not None
         # Outside bf16, the grouped product has no fake form, which a trace needs
-        grouped = x.dtype == torch.bfloat16 and self.hidden % 8 == 0 and self.inner % 8 == 0
+        grouped = x.dtype == torch.bfloat16 and self._groupable
         if isinstance(x, FakeTensor) and not grouped:
             return self._all_experts(x, chosen, weights, self.gate_up, self.down) + residual
         if self.num_shared:
             chosen = torch.cat((chosen, self.shared_ids.expand(x.shape[0], -1)), dim=-1)
             weights = F.pad(weights, (0, self.num_shared), value=1.0)
-        if x.shape[0] > BAG_ROWS:
+        if x.shape[0] > BAG_ROWS and self._groupable:
             return self._grouped(x, chosen, weights, self.gate_up, self.down) + residual
-        return self._bags(x, chosen, weights, self.gate_up, self.down) + residual
+        parts = zip(x.split(BAG_ROWS), chosen.split(BAG_ROWS), weights.split(BAG_ROWS), strict=True)
+        bags = [self._bags(*part, self.gate_up, self.down) for part in parts]
+        return (bags[0] if len(bags) == 1 else torch.cat(bags)) + residual
 
     def _streamed(self, x: Tensor, residual: Tensor) -> Tensor:
         """Four or five kernels that read each chosen expert once, in any float dtype."""

@@ -89,6 +89,7 @@ class _Builder:
 
     def plan(self, with_draft: bool) -> LoadPlan:
         config = self._config
+        self._check_counts()
         with torch.device("meta"):
             decoder = Decoder(config, self._rotary, dtype=self._dtype, input_major=self._input_major)
         targets: Targets = {EMBEDDING: [embedding_target(decoder.embedding)]}
@@ -118,6 +119,21 @@ class _Builder:
         ignored = tuple(name for name in self._reader.tensors if _DERIVED.fullmatch(name))
         self._check_leftover(ignored)
         return LoadPlan(decoder, draft, targets, found, tuple(own), ignored)
+
+    def _check_counts(self) -> None:
+        """Refuse counts that the files cannot hold: making the modules of a billion layers would not end."""
+        config, names = self._config, self._reader.tensors
+        stated = config.num_hidden_layers
+        held = len({name.split(".")[1] for name in names if name.startswith("layers.")})
+        if stated > held:
+            raise CheckpointError(
+                f"config.json: num_hidden_layers={stated}: the checkpoint holds {held} layers"
+            )
+        experts, parts = config.n_routed_experts, sum(".experts." in name for name in names)
+        if experts > parts and any(config.is_moe(layer) for layer in range(stated)):
+            raise CheckpointError(
+                f"config.json: n_routed_experts={experts}: the checkpoint holds {parts} tensors of such"
+            )
 
     def _find_mtp_layers(self) -> tuple[int, ...]:
         first = self._config.num_hidden_layers
@@ -181,6 +197,10 @@ class _Builder:
         if self._config.quantisation != "fp8":
             why = "config.json has no quantization_config"
             raise CheckpointError(f"{info.file}: {info.key} is FP8, but {why}")
+        if len(info.shape) != 2:
+            raise CheckpointError(
+                f"{info.file}: {info.key} is FP8 of shape {list(info.shape)}, but only matrices have block scales"
+            )
         found = self._reader.tensors.get(scale)
         if found is None:
             raise CheckpointError(f"{info.file}: {info.key} is FP8, but {info.key}{SCALE_SUFFIX} is missing")

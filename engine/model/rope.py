@@ -41,6 +41,11 @@ def inverse_frequencies(dim: int, theta: float, scaling: YarnScaling | None) -> 
     return original / scaling.factor * stretched + original * (1 - stretched)
 
 
+def table_bytes(dim: int, max_positions: int) -> int:
+    """Bytes of the host that making a ``RotaryTable`` takes: angles and three parts beside the table itself."""
+    return 16 * dim * max_positions
+
+
 class RotaryTable(nn.Module):
     """Cosines and signed sines of every position, shared by all layers of target and draft."""
 

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
-from typing import IO
 
 import msgspec
 from rich.console import Console
@@ -28,6 +27,7 @@ from service.schemas import ChatBody, CompletionBody
 from service.serving import Endpoint
 from service.settings import Settings
 from service.spec_stats import SpecStats
+from service.targets import refuse_unwritable_file
 from service.text import Tokenizer
 
 _ENDPOINTS: dict[str, Endpoint[ChatBody] | Endpoint[CompletionBody]] = {
@@ -96,21 +96,22 @@ def run_batch(settings: Settings, source: Path, target: Path, *, factory: str = 
     Args:
         settings: Options of the engine.
         source: One JSON object a line: ``custom_id``, ``method``, ``url``, ``body``.
-        target: Is overwritten.
+        target: Is overwritten once the engine has started.
         factory: ``module:class`` whose ``load`` makes the engine.
 
     Raises:
-        ConfigError: ``source`` cannot be read or has a line that is no request; nothing was started.
+        ConfigError: ``source`` cannot be read or has a line that is no request, or ``target`` cannot be written;
+            nothing was started.
         EngineDeadError: The engine cannot start or died; ``target`` has what was done until then.
     """
     configure_logs("warning", settings.log_format)
     num_lines = _check(source)
     if target.exists() and target.samefile(source):
         raise ConfigError(f"--output {target}: is the file of --input")
+    refuse_unwritable_file("--output", target)
     tokenizer = Tokenizer.from_directory(settings.tokenizer_dir)
     try:
-        with target.open("wb") as out:
-            asyncio.run(_run(settings, tokenizer, source, out, num_lines, factory))
+        asyncio.run(_run(settings, tokenizer, source, target, num_lines, factory))
     except OSError as error:
         raise ConfigError(f"--output {target}: {error}") from None
 
@@ -142,7 +143,7 @@ def _lines(source: Path) -> Generator[tuple[int, Line]]:
 
 
 async def _run(
-    settings: Settings, tokenizer: Tokenizer, source: Path, out: IO[bytes], num_lines: int, factory: str
+    settings: Settings, tokenizer: Tokenizer, source: Path, target: Path, num_lines: int, factory: str
 ) -> None:
     client = InProcessEngineClient(settings.engine_options(), factory=factory)
     service = Service(settings, client, ServiceMetrics(), tokenizer, Lifecycle(client))
@@ -151,7 +152,12 @@ async def _run(
         await client.start()
         totals = Totals(client.info.num_speculative_tokens)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as progress, closing(_lines(source)) as lines:
+        # Not opened before the engine has started: what it holds may be the answers of an earlier run
+        with (
+            target.open("wb") as out,
+            Progress(*columns, console=console) as progress,
+            closing(_lines(source)) as lines,
+        ):
             bar = progress.add_task("requests", total=num_lines)
 
             async def work() -> None:

@@ -54,6 +54,7 @@ def bench(settings: Settings, plan: Plan, prompt_file: Path | None, json_file: P
         ConfigError: An option or checkpoint that cannot be honoured.
     """
     refuse_unwritable_file("--json", json_file)
+    _check_options(settings, plan)
     console = Console(stderr=True)
     prompts = read_prompts(settings, prompt_file)
     contenders = _contenders(settings, plan)
@@ -77,6 +78,25 @@ def bench(settings: Settings, plan: Plan, prompt_file: Path | None, json_file: P
     write_json("--json", json_file, report)
 
 
+def _check_options(settings: Settings, plan: Plan) -> None:
+    """Refuse a plan that the engine would cut short in silence."""
+    if max(plan.batch_sizes) > settings.max_num_seqs:
+        raise ConfigError(
+            f"--batch-sizes {max(plan.batch_sizes)}: at most --max-num-seqs {settings.max_num_seqs} requests run "
+            "at once"
+        )
+    if settings.max_model_len is not None:
+        _check_length(plan, settings.max_model_len, f"--max-model-len is {settings.max_model_len}")
+
+
+def _check_length(plan: Plan, room: int, limit: str) -> None:
+    needed = PROMPT_TOKENS + plan.max_tokens
+    if needed > room:
+        raise ConfigError(
+            f"--max-tokens {plan.max_tokens}: behind a prompt of {PROMPT_TOKENS} tokens that is {needed}, {limit}"
+        )
+
+
 def _contenders(settings: Settings, plan: Plan) -> list[Contender]:
     options = msgspec.structs.replace(settings.engine_options(), prefix_cache=False)
     depths = sorted({0, options.num_speculative_tokens})
@@ -84,6 +104,10 @@ def _contenders(settings: Settings, plan: Plan) -> list[Contender]:
         EngineContender(f"K = {k}", msgspec.structs.replace(options, num_speculative_tokens=k))
         for k in depths
     ]
+    for one in found:
+        if isinstance(one, EngineContender):
+            room = min(one.info.max_model_len, one.info.max_request_tokens)
+            _check_length(plan, room, f"the model and its KV pool hold {room}")
     if plan.with_transformers and find_spec("transformers") is not None:
         info = found[0].info if isinstance(found[0], EngineContender) else None
         assert info is not None, "the first contender is an engine"

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 import time
 from contextlib import aclosing
 from typing import NamedTuple
 
+from pydantic_core import PydanticCustomError
 from rich.console import Console
 
 from engine.client import InProcessEngineClient
-from engine.errors import EngineError, RequestError
+from engine.errors import ConfigError, EngineError, RequestError
 from engine.types import Request, SamplingParams
 from engine.worker import DEFAULT_FACTORY
 from service.chat_template import ChatTemplateError
@@ -20,6 +22,7 @@ from service.errors import ApiError
 from service.generation import ChoicePlan, Generation
 from service.metrics import ServiceMetrics
 from service.prompts import ModelLimits
+from service.schema_fields import stop_list
 from service.settings import Settings
 from service.text import Tokenizer
 
@@ -31,6 +34,43 @@ class Sampling(NamedTuple):
     temperature: float
     top_p: float
     stop: tuple[str, ...]
+
+
+def read_prompt(argument: str | None) -> str:
+    """The prompt: the command's argument, else what standard input holds.
+
+    Raises:
+        ConfigError: It is not UTF-8, or there is none.
+    """
+    if argument is not None:
+        return _checked_text("prompt", argument)
+    if sys.stdin is None:
+        raise ConfigError("prompt: neither an argument nor standard input is there")
+    try:
+        # Not sys.stdin's own encoding, which lets other bytes pass as lone surrogates
+        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8").read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not UTF-8: {error}") from None
+
+
+def read_stops(stops: list[str]) -> tuple[str, ...]:
+    """The values of ``--stop``.
+
+    Raises:
+        ConfigError: One, or their number, is none that the API takes as ``stop``, or it is not UTF-8.
+    """
+    try:
+        return tuple(_checked_text("--stop", stop) for stop in stop_list(stops))
+    except PydanticCustomError as error:
+        raise ConfigError(f"--stop: {error.message()}") from None
+
+
+def _checked_text(name: str, text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # Python keeps bytes of an argument that are not UTF-8 as lone surrogates
+        raise ConfigError(f"{name}: is not UTF-8") from None
+    return text
 
 
 def generate(

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from service.errors import ApiError, error_response
+from service.routes.head import answer_head
 
 router = APIRouter(tags=["operations"])
 
@@ -41,6 +42,9 @@ async def part(request: Request) -> Response:
     if name not in _FILES:
         return error_response(ApiError(404, "No such file.", code="not_found"))
     return _file(name)
+
+
+answer_head(router)
 
 
 def _file(name: str) -> Response:

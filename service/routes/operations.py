@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from service.context import Service, service_of
 from service.errors import ApiError, error_response
+from service.routes.head import answer_head
 from service.version import VERSION
 
 router = APIRouter(tags=["operations"])
@@ -31,11 +32,6 @@ async def ready(request: Request) -> Response:
     if service.lifecycle.state != "ready":
         return _not_ready(service)
     return JSONResponse({"status": "ready"})
-
-
-# Some load balancers probe with HEAD.
-for _probe in (health, ready):
-    router.add_api_route(f"/{_probe.__name__}", _probe, methods=["HEAD"], include_in_schema=False)
 
 
 def _not_ready(service: Service) -> Response:
@@ -84,6 +80,9 @@ async def model(request: Request) -> Response:
     except ApiError as exc:
         return error_response(exc)
     return JSONResponse(_model(service))
+
+
+answer_head(router)
 
 
 def _model(service: Service) -> dict[str, Any]:

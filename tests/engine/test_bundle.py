@@ -160,7 +160,8 @@ def test_a_replay_that_is_finite_but_different_parts_where_the_difference_begins
 def test_a_fault_of_a_prefill_is_looked_for_in_a_prefill(f3: F1, tmp_path: Path) -> None:
     live = Live.start(f3.path, [4, 5, NAN_TOKEN, 6, 7], greedy(9), prefill_chunk_size=2)
     bundle = live.bundle(tmp_path, live.run_until(HALTING))
-    assert bundle.manifest.flag_names == ["PREFILL_NAN"]
+    # The draft at the position before it looks at that token too
+    assert bundle.manifest.flag_names == ["DRAFT_NAN", "PREFILL_NAN"]
     report = replay(bundle)
     assert report.reproduced and report.eager is None and report.replay is None
     assert report.prefill is not None and place(report.prefill.first_non_finite) == (
@@ -270,8 +271,9 @@ def test_a_write_that_fails_is_logged_and_leaves_nothing(
 def test_a_directory_that_cannot_be_written_to_is_refused_at_the_start(f3: F1, tmp_path: Path) -> None:
     live = Live.start(f3.path, [5], greedy(4))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"nan_bundle_dir='.*file/b': cannot be written to"):
-        BundleWriter(tmp_path / "file" / "b", live.options, live.parts.info)
+    for path, problem in (("file/b", "cannot be written to"), ("file", "is not a directory")):
+        with pytest.raises(ConfigError, match=f"nan_bundle_dir='.*{path}': {problem}"):
+            BundleWriter(tmp_path / path, live.options, live.parts.info)
 
 
 def test_a_bundle_is_private_and_holds_no_text(f3: F1, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from engine.client import EngineClient, InProcessEngineClient
 from engine.errors import EngineDeadError, RequestError
 from engine.options import EngineOptions
 from engine.process_client import ProcessEngineClient
-from engine.types import Request, SamplingParams, StepStats, TokenDelta
+from engine.types import GrammarSpec, Request, SamplingParams, StepStats, TokenDelta
 from tests.engine.fake_engine import (
     COUNT,
     CRASHING_FACTORY,
@@ -104,6 +104,14 @@ async def test_statistics_reach_the_callback_and_its_failure_stops_nothing(kind:
         assert tokens(await read(client, request())) == [0, 1, 2, 3, 4]
         await until(lambda: seen[-1].requests_running == 0)
     assert seen[0].requests_running == 1
+
+
+async def test_a_request_that_cannot_be_sent_leaves_nothing_behind():
+    async with process_client() as client:
+        params = SamplingParams(max_tokens=5, grammar=GrammarSpec("regex", "\ud800"))  # no UTF-8
+        with pytest.raises(UnicodeEncodeError):
+            client.submit(Request(request_id="r", prompt_token_ids=[COUNT], params=params, arrival_time=0.0))
+        assert tokens(await read(client, request())) == [0, 1, 2, 3, 4]  # its id is free
 
 
 @both

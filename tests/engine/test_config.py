@@ -64,7 +64,11 @@ REFUSED: list[tuple[str, Any]] = [
     ("moe_layer_freq", 0), ("n_group", 3), ("topk_group", 5), ("n_group", 8), ("num_experts_per_tok", 5),
     ("rope_theta", None), ("rope_theta", -1.0), ("rope_theta", 1), ("rope_theta", "1e4"), ("rope_scaling", "yarn"),
     ("torch_dtype", "int8"), ("torch_dtype", 16), ("tie_word_embeddings", 1),
-    ("num_nextn_predict_layers", -1), ("quantization_config", "fp8"),
+    ("num_nextn_predict_layers", -1), ("quantization_config", "fp8"), ("n_group", None), ("topk_group", None),
+    ("rope_interleave", None), ("num_hidden_layers", 10**9), ("num_hidden_layers", 10**30), ("hidden_size", 10**30),
+    ("vocab_size", 10**19), ("kv_lora_rank", 2**62), ("num_nextn_predict_layers", 10**9),
+    ("n_routed_experts", 10**9), ("max_position_embeddings", 10**30), ("rms_norm_eps", 1e-60),
+    ("routed_scaling_factor", 1e60),
 ]  # fmt: skip
 
 
@@ -82,12 +86,40 @@ def test_e7_a_value_that_cannot_be_honoured_is_refused_by_key_and_value(key: str
         ({"rope_type": "default"}, "type"), ({"factor": 0.5}, "factor"), ({"factor": None}, "factor"),
         ({"original_max_position_embeddings": None}, "original_max_position_embeddings"),
         ({"long_factor": [1.0]}, "long_factor"), ({"mscale": "big"}, "mscale"), ({"truncate": 1}, "truncate"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"), ({"mscale_all_dim": -10.0}, "mscale_all_dim"),
+        ({"beta_fast": 1e-320}, "beta_fast"), ({"beta_slow": 10**400}, "beta_slow"), ({"mscale": 1e-320}, "mscale"),
+        ({"factor": 10**400}, "factor"), ({"original_max_position_embeddings": 10**30}, "original_max_position"),
     ],
 )  # fmt: skip
 def test_e7_rope_scaling_is_strict(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         parse(v3_config(rope_scaling=YARN | change))
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "rms_norm_eps", "routed_scaling_factor"])
+@pytest.mark.parametrize("value", [10**400, -(10**400), math.inf])
+def test_e7_a_number_beyond_all_range_is_refused_in_one_short_line(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^config\.json: {key}=.{{1,110}}: expected a ") as caught:
+        parse(v3_config(**{key: value}))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["n_group", "topk_group"])
+@pytest.mark.parametrize("raw", [v3_config(), v2_config(topk_method="group_limited_greedy")])
+def test_e7_groups_are_stated_where_the_router_has_them(raw: Config, key: str) -> None:
+    """DeepSeek-V3's own are 8 and 4, DeepSeek-V2's none: a default of 1 would route otherwise."""
+    absent = {name: value for name, value in raw.items() if name != key}
+    with pytest.raises(ConfigError, match=f"{key} is missing"):
+        parse(absent)
+    assert parse(absent | {"topk_method": "greedy"}).n_group == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("rope_interleave", False), ("norm_topk_prob", True)])
+def test_e7_what_the_v2_architecture_does_not_have_is_refused(key: str, value: bool) -> None:
+    parse(v2_config(**{key: not value}))
+    with pytest.raises(ConfigError, match=f"{key}={value}: DeepSeek-V2"):
+        parse(v2_config(**{key: value}))
+    assert getattr(parse(v3_config(**{key: value})), key) is value
 
 
 @pytest.mark.parametrize(
@@ -172,7 +204,44 @@ def test_e15_impossible_ids_are_refused(tmp_path: Path, eos: Any, generation: An
         ModelConfig.from_dir(write_config(tmp_path, eos, generation))
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "3", '{"model_type": "deepseek_v3"}', "\xff"])
+@pytest.mark.parametrize(
+    ("tokenizer", "named"),
+    [
+        ({"added_tokens": ["x"]}, "added_tokens"), ({"added_tokens": {"a": 1}}, "added_tokens"),
+        ({"model": "x"}, "model"), ({"added_tokens": [{"content": "</s>"}]}, "id of '</s>' is None"),
+        ({"added_tokens": [{"content": "</s>", "id": "7"}]}, "id of '</s>' is '7'"),
+        ({"model": {"vocab": {"</s>": "7"}}}, "id of '</s>' is '7'"), ({"model": {"vocab": {"</s>": -1}}}, "is -1"),
+        ({"model": {"vocab": {"</s>": True}}}, "is True"), ({"model": {"vocab": {"</s>": None}}}, "is None"),
+    ],
+)  # fmt: skip
+def test_e15_a_damaged_tokenizer_is_refused_by_file_and_key(
+    tmp_path: Path, tokenizer: dict[str, Any], named: str
+) -> None:
+    path = write_config(tmp_path, None)
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=rf"tokenizer\.json: .*{named}"):
+        ModelConfig.from_dir(path)
+
+
+@pytest.mark.parametrize("vocab", [{"a": 0, "</s>": 7}, [["a", 0.0]] * 7 + [["</s>", -1.5]]])
+def test_e15_the_id_is_found_in_a_vocabulary_of_either_form(tmp_path: Path, vocab: Any) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+    assert tokenizer_eos_id(tmp_path) == 7
+
+
+def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
+    text = json.dumps(v3_config(rope_scaling=YARN))
+    for one in ('"kv_lora_rank": 32', '"factor": 4'):
+        (tmp_path / "config.json").write_text(text.replace(one, f"{one}, {one}"))
+        with pytest.raises(ConfigError, match=rf"config\.json: .*{one.split(chr(34))[1]}.* more than once"):
+            ModelConfig.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 200_000, '{"a":' * 200_000, "", "{", "[]", "3", '{"model_type": "deepseek_v3"}', "\xff"]
+)
 def test_unusable_config_files_are_refused(tmp_path: Path, content: str) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.from_dir(tmp_path)

@@ -105,5 +105,5 @@ def test_draft_kv_that_was_not_finite_is_told_and_not_shared(
     assert counts["nan_guard_trips", ("draft", "nan")] == 1
     assert not any(name == "nan_guard_trips" and labels[0] != "draft" for name, labels in counts)
     deltas, counts = serve(engine, ("b", PROMPT, greedy(9)), ("c", PROMPT, greedy(9)))
-    assert [one.num_cached_tokens for one in deltas if one.request_id == "b"][0] == 0
+    assert next(one.num_cached_tokens for one in deltas if one.request_id == "b") == 0
     assert engine._scheduler._kv.cache, "and those of others are shared"

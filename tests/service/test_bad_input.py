@@ -301,7 +301,11 @@ async def test_c9_wrong_content_type_path_and_method() -> None:
             headers = [("content-type", kind) for kind in kinds]
             response = await harness.http.post(PATHS[0], content=body, headers=headers)
             assert error_of(response, 415)["code"] == "unsupported_media_type", kinds
-        for kind in ("application/json; charset=utf-8", 'Application/JSON;charset="UTF-8"', "application/json;"):
+        for kind in (
+            "application/json; charset=utf-8",
+            'Application/JSON;charset="UTF-8"',
+            "application/json;",
+        ):
             response = await harness.http.post(PATHS[0], content=body, headers={"content-type": kind})
             assert response.status_code == 200
 

@@ -11,7 +11,7 @@ import pytest
 from engine.errors import ConfigError, EngineDeadError
 from service.commands.batch import run_batch
 from service.settings import load_settings
-from tests.engine.fake_engine import COUNT, FACTORY, RAISE, REFUSE
+from tests.engine.fake_engine import COUNT, FACTORY, RAISE, REFUSE, REFUSING_FACTORY
 from tests.fixtures.tokenizers import CHAT_TEMPLATE, word_tokenizer, write_tokenizer
 from tests.service.test_cli import run_cli
 
@@ -96,6 +96,29 @@ def test_an_output_over_the_input_is_refused_and_the_input_kept(model: Path) -> 
     with pytest.raises(ConfigError, match="--output"):
         run_batch(load_settings({"model": model}), source, link, factory=FACTORY)
     assert source.read_text() == line("a", prompt=[COUNT])
+
+
+@pytest.mark.parametrize("earlier", [None, "answers of an earlier run"])
+def test_an_engine_that_cannot_start_leaves_the_output_as_it_was(model: Path, earlier: str | None) -> None:
+    source, target = model.parent / "in.jsonl", model.parent / "out.jsonl"
+    source.write_text(line("a", prompt=[COUNT]))
+    if earlier is not None:
+        target.write_text(earlier)
+    with pytest.raises(EngineDeadError, match="model_type='x'"):
+        run_batch(load_settings({"model": model}), source, target, factory=REFUSING_FACTORY)
+    assert (target.read_text() if target.exists() else None) == earlier
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_the_engine_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr("service.commands.batch.InProcessEngineClient.start", start)
+    (model / "in").write_text(line("a", prompt=[COUNT]))
+    with pytest.raises(ConfigError, match="--output"):
+        run_batch(load_settings({"model": model}), model / "in", model / "no" / "out", factory=FACTORY)
 
 
 def test_what_was_done_before_the_engine_died_is_kept(model: Path) -> None:

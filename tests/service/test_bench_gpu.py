@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from engine.bench_plan import free_bytes
 from engine.errors import ConfigError
 from engine.graph import StepGraphs
+from engine.memory import free_bytes
 from engine.prefill import Tokens
 from service.cli import app, main
 from service.commands.bench import Plan
@@ -111,11 +111,6 @@ def test_first_tokens_are_measured_with_prefills_captured_and_eager(
     assert "eager/captured" in text
 
 
-def test_first_tokens_are_refused_where_no_prefill_is_captured(tmp_path: Path):
-    with pytest.raises(ConfigError, match="--first-token"):
-        measured(tmp_path, "--preset", "tiny", "--batch-sizes", "1", "--first-token", "5")
-
-
 def test_the_shipped_checkpoint_can_be_measured(tmp_path: Path):
     report, _ = measured(tmp_path, "--preset", "shipped", "--batch-sizes", "1")
     assert (report["model"], report["routing"]) == (str(SHIPPED_MODEL), None)
@@ -145,6 +140,14 @@ def test_written_weights_can_be_measured_as_a_checkpoint(tmp_path: Path):
         (
             ["--preset", "tiny", "--first-token", "600"],
             "--first-token 600: more than the 20 of --prompt-tokens",
+        ),
+        (
+            ["--preset", "tiny", "--first-token", "5"],
+            "--first-token 5: --graphs auto and --attention-backend auto capture prefills of up to 0 tokens here",
+        ),
+        (
+            ["--preset", "tiny", "--graphs", "simulate", "--first-token", "2"],
+            "--first-token 2: --graphs simulate and --attention-backend auto capture prefills of up to 0",
         ),
         (["--first-token", "1"], "--first-token 1: must be integers from 2"),
         (["--speculative-tokens", "9"], "--speculative-tokens 9: must be integers from 0 to 8"),
@@ -212,9 +215,9 @@ def test_free_memory_is_that_of_the_control_group_where_it_is_less(
     unlimited.write_text("max\n")
     limited.write_text("12345\n")
     cpu = torch.device("cpu")
-    monkeypatch.setattr("engine.bench_plan._CGROUP_LIMITS", (unlimited, tmp_path / "absent"))
+    monkeypatch.setattr("engine.memory._CGROUP_LIMITS", (unlimited, tmp_path / "absent"))
     assert free_bytes(cpu) > 1 << 20
-    monkeypatch.setattr("engine.bench_plan._CGROUP_LIMITS", (unlimited, limited))
+    monkeypatch.setattr("engine.memory._CGROUP_LIMITS", (unlimited, limited))
     assert free_bytes(cpu) == 12345
 
 
@@ -242,6 +245,27 @@ def test_bench_without_a_subcommand_is_as_it_was(monkeypatch: pytest.MonkeyPatch
     assert settings.device == "cpu"
     assert plan == Plan([1, 2], 128, 0.0, 2, False)
     assert (prompts, file) == (None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--max-tokens", "1985"], "--max-tokens 1985: .* that is 2049, the model and its KV pool hold 2048"),
+        (
+            ["--max-tokens", "50", "--num-kv-pages", "3", "--kv-page-size", "40"],
+            "--max-tokens 50: .* that is 114, the model and its KV pool hold 80",
+        ),
+    ],
+)
+def test_bench_refuses_what_the_engine_would_cut_short(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+):
+    def work(*_: object) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr("service.commands.bench.compare", work)
+    with pytest.raises(ConfigError, match=words):
+        run("--device", "cpu", "--batch-sizes", "1", "--no-transformers", *arguments)
 
 
 def test_options_of_bench_do_not_pass_for_those_of_gpu(

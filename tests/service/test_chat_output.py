@@ -222,6 +222,58 @@ async def test_tools_and_their_answers_reach_the_template() -> None:
         assert prompt.startswith("user:w?")
 
 
+def answered(**fields: Any) -> list[dict[str, Any]]:
+    """A conversation with an answer of OpenAI's, pasted back as it came but for ``fields``."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    off = {"refusal": None, "audio": None, "function_call": None, "annotations": []}
+    calls = [{**call, "index": 0}, {**call, "index": 1}]
+    answer = {"role": "assistant", "content": "a", "tool_calls": calls, **off, **fields}
+    return [answer, {"role": "tool", "tool_call_id": "c", "content": "r"}, {"role": "user", "content": "q"}]
+
+
+async def test_an_answer_pasted_back_is_taken_and_its_empty_fields_change_nothing() -> None:
+    template = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    async with serving(speaking("ok"), tokenizer=make_tokenizer(template)) as harness:
+        plain, *others = answered()
+        plain = {
+            "role": "assistant",
+            "content": "a",
+            "tool_calls": [dict(call) for call in plain["tool_calls"]],
+        }
+        for call in plain["tool_calls"]:
+            del call["index"]
+        for messages in (answered(), [plain, *others], answered(annotations=None)):
+            assert (await harness.chat(messages=messages)).status_code == 200
+        first, *rest = (request.prompt_token_ids for request in harness.engine.requests)
+        assert rest == [first, first]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"refusal": "no"}, "refusal", "unsupported_parameter"),
+        ({"audio": {"id": "x"}}, "audio", "unsupported_parameter"),
+        ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
+        ({"annotations": [{"type": "url_citation"}]}, "annotations", "unsupported_parameter"),
+        (
+            {
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}, "index": 1}
+                ]
+            },
+            "tool_calls[0].index",
+            "invalid_value",
+        ),
+    ],
+)
+async def test_fields_of_answers_that_are_not_off_are_refused(
+    fields: dict[str, Any], param: str, code: str
+) -> None:
+    async with serving(speaking("ok"), tokenizer=make_tokenizer(TEMPLATE)) as harness:
+        error = error_of(await harness.chat(messages=answered(**fields)))
+        assert (error["param"], error["code"]) == (f"messages[0].{param}", code)
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 
 from engine.errors import ConfigError, EngineError
 from service.cli import app, main
-from service.commands.generate import Sampling, generate
+from service.commands.generate import Sampling, generate, read_prompt
 from service.settings import Settings, load_settings, option_name
 from tests.engine.fake_engine import FACTORY, RAISE, REFUSING_FACTORY
 from tests.fixtures.tokenizers import word_tokenizer, write_tokenizer
@@ -76,6 +77,13 @@ def test_options_reach_the_settings(model: Path, monkeypatch: pytest.MonkeyPatch
         (["serve", "--port", "x"], "--port"),
         (["serve", "--schedule", "fast"], "--schedule"),
         (["serve", "--no-such-option"], "--no-such-option"),
+        (["serve", "--model", ""], "--model': must not be empty"),
+        (["serve", "--nan-bundle-dir", ""], "--nan-bundle-dir': must not be empty"),
+        (["check", ""], "'directory': must not be empty"),
+        (["replay", ""], "'bundle': must not be empty"),
+        (["replay", "b", "--model", ""], "--model': must not be empty"),
+        (["bench", "gpu", "--model", ""], "--model': must not be empty"),
+        (["bench", "gpu", "--save-weights", ""], "--save-weights': must not be empty"),
     ],
 )
 def test_wrong_usage_is_refused(arguments: list[str], words: str):
@@ -142,6 +150,43 @@ def test_generate_stops_at_a_stop_string(model: Path, capsys: pytest.CaptureFixt
     sampling = Sampling(max_tokens=50, temperature=0.0, top_p=1.0, stop=(" w4",))
     generate(load_settings({"model": model}), prompt_of(2), sampling, chat=False, factory=FACTORY)
     assert capsys.readouterr().out == "w2 w3\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sent", "words"),
+    [
+        (["a\udcff"], b"", "prompt: is not UTF-8"),
+        ([], b"a\xff", "standard input is not UTF-8: .* in position 1"),
+        (["--stop", "\udcff", "w2"], b"", "--stop: is not UTF-8"),
+        (["--stop", "a", "--stop", "", "w2"], b"", "--stop: A stop string must have 1 to 1024 characters"),
+        (["w2", *["--stop", "a"] * 17], b"", "--stop: At most 16 stop strings"),
+    ],
+)
+def test_generate_refuses_text_that_the_api_would_refuse(
+    arguments: list[str], sent: bytes, words: str, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr("service.commands.generate.generate", work)
+    result = CliRunner().invoke(app, ["generate", "--model", str(model), *arguments], input=sent)
+    assert isinstance(result.exception, ConfigError)
+    assert re.match(words, str(result.exception))
+
+
+def test_generate_reads_standard_input_where_there_is_no_prompt(model: Path, monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[str, Sampling]] = []
+
+    def work(settings: Settings, prompt: str, sampling: Sampling, *, chat: bool) -> None:
+        seen.append((prompt, sampling))
+
+    monkeypatch.setattr("service.commands.generate.generate", work)
+    command = ["generate", "--model", str(model), "--stop", "x", "--stop", "yz"]
+    assert CliRunner().invoke(app, command, input="w2 \u00e9".encode()).exit_code == 0
+    assert seen == [("w2 \u00e9", Sampling(128, 0.0, 1.0, ("x", "yz")))]
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ConfigError, match="prompt"):
+        read_prompt(None)
 
 
 @pytest.mark.parametrize(

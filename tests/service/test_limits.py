@@ -105,6 +105,16 @@ async def test_a_client_that_leaves_gives_its_place_back(stream: bool) -> None:
         assert harness.app.state.service.admission.num_choices == 0
 
 
+async def test_what_never_fits_is_refused_by_the_field_that_asks_for_it() -> None:
+    async with serving(output=HELLO, max_num_seqs=2, max_queued_requests=1) as harness:
+        for fields, param in (
+            ({"prompt": ["hi"] * 4}, "prompt"),
+            ({"prompt": ["hi"] * 2, "n": 2}, "n"),
+            ({"n": 4}, "n"),
+        ):
+            assert error_of(await harness.complete(**fields))["param"] == param
+
+
 async def test_a_refused_body_gives_its_place_back() -> None:
     async with serving(output=HELLO, max_num_seqs=1, max_queued_requests=0) as harness:
         for _ in range(3):
@@ -118,7 +128,9 @@ async def test_a_refused_body_gives_its_place_back() -> None:
 async def test_a_request_past_its_time_is_504_and_frees_what_it_held() -> None:
     engine, _ = held_engine()
     async with serving(engine, request_timeout=0.05) as harness:
-        assert error_of(await harness.complete(n=2), 504)["code"] == "request_timeout"
+        response = await harness.complete(n=2)
+        assert error_of(response, 504)["code"] == "request_timeout"
+        assert response.headers["x-should-retry"] == "false"  # it would take as long again
         assert engine.running == 0
         assert harness.sample("requests_total", outcome="error") == 2
 

@@ -73,6 +73,9 @@ def test_openmetrics_has_the_same_samples():
         (f"text/plain , {OPENMETRICS.upper()}", OPENMETRICS),
         (f"{OPENMETRICS};version=nonsense", OPENMETRICS),
         (";;,,=", "text/plain"),
+        ("application/openmetrics-text;q=0, text/plain", "text/plain"),
+        ("application/openmetrics-text; version=1.0.0 ; Q = 0.000", "text/plain"),
+        ("application/openmetrics-text;q=0.001", "application/openmetrics-text"),
     ],
 )
 async def test_the_route_negotiates_and_no_header_breaks_it(accept: str, kind: str):

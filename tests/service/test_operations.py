@@ -61,9 +61,29 @@ async def test_d1_dead_engine_is_neither_alive_nor_ready() -> None:
             assert response.json()["error"]["code"] == "engine_dead"
 
 
+async def test_d10_every_get_answers_head_and_says_so() -> None:
+    async with serving(output=HELLO) as harness:
+        for path in (
+            "/health",
+            "/ready",
+            "/version",
+            "/metrics",
+            "/v1/models",
+            "/dashboard",
+            "/openapi.json",
+        ):
+            head = await harness.http.head(path)
+            assert (head.status_code, (await harness.http.get(path)).status_code) == (200, 200)
+            refused = await harness.http.post(path)
+            assert error_of(refused, 405)["code"] == "method_not_allowed"
+            assert set(refused.headers["allow"].split(", ")) == {"GET", "HEAD"}
+        assert (await harness.http.head("/v1/models/unknown")).status_code == 404
+        assert (await harness.http.head("/v1/completions")).status_code == 405
+
+
 async def test_probes_may_use_head() -> None:
     async with serving(output=HELLO) as harness:
-        for path, status in (("/health", 200), ("/ready", 200), ("/metrics", 405)):
+        for path, status in (("/health", 200), ("/ready", 200), ("/tokenize", 405)):
             assert (await harness.http.head(path)).status_code == status
         harness.engine.die()
         assert (await harness.http.head("/ready")).status_code == 503

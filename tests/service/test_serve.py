@@ -245,7 +245,8 @@ def test_sigterm_between_two_engines(start: Callable[..., Server]):
 def test_a_model_that_cannot_be_loaded_ends_the_server(start: Callable[..., Server]):
     server = start(REFUSING_FACTORY)
     assert server.wait() == 1
-    assert "model_type='x': not supported" in server.log
+    told = [json.loads(line)["event"] for line in server.lines if "model_type='x': not supported" in line]
+    assert told == ["engine_died"]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
@@ -318,7 +319,8 @@ def test_sigterm_while_a_body_is_on_its_way(start: Callable[..., Server]):
     """Who is still sending is told at once, and holds nothing up."""
     server = start(drain_timeout=10 * BOUND)
     server.until(server.ready)
-    begun = b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt":'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    begun = head + b'Content-Length: 100\r\n\r\n{"prompt":'
     with socket.create_connection(("127.0.0.1", server.port), timeout=BOUND) as slow:
         slow.sendall(begun)
         assert server.client.get("/health").status_code == 200  # so what came before is read

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from service.settings import SHIPPED_MODEL, Settings, load_settings, name_options, options_table
+from service.options_table import options_table
+from service.settings import SHIPPED_MODEL, Settings, load_settings, name_options
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -112,6 +113,8 @@ def test_every_option_can_be_a_variable(model: Path, monkeypatch: pytest.MonkeyP
         ("EYAS_ENFORCE_EAGER", "perhaps", "EYAS_ENFORCE_EAGER='perhaps'"),
         ("EYAS_DRAIN_TIMEOUT", "nan", "EYAS_DRAIN_TIMEOUT='nan'"),
         ("EYAS_MAX_NUM_SEQ", "3", "did you mean EYAS_MAX_NUM_SEQS?"),
+        ("eyas_num_speculative_tokens", "0", "did you mean EYAS_NUM_SPECULATIVE_TOKENS?"),
+        ("Eyas_Portt", "1", "Eyas_Portt: no such option; did you mean EYAS_PORT?"),
         ("EYAS_WHATEVER", "3", "EYAS_WHATEVER: no such option"),
     ],
 )
@@ -132,6 +135,9 @@ def test_empty_keys_are_refused_and_keys_are_never_shown(model: Path, monkeypatc
     message = refusal({})
     assert "EYAS_API_KEY" in message
     assert "secret" not in message
+    monkeypatch.delenv("EYAS_API_KEY")
+    monkeypatch.setenv("EYAS_API_KEY", " k1, k2 ")
+    assert load_settings({"model": model}).api_key == ("k1", "k2")
     monkeypatch.delenv("EYAS_API_KEY")
     settings = load_settings({"api_key": ["secret,with,commas"], "model": model})
     assert settings.api_key == ("secret,with,commas",)

@@ -29,6 +29,11 @@ async def test_each_form_reaches_the_engine_as_a_grammar(chat: bool) -> None:
             {"structured_outputs": {"json": OBJECT}},
             GrammarSpec("json_schema", json.dumps(OBJECT), "structured_outputs"),
         ),
+        (
+            {"structured_outputs": {"json": '{"enum": ["\\ud83d\\ude42"]}'}},
+            GrammarSpec("json_schema", '{"enum": ["🙂"]}', "structured_outputs"),
+        ),
+        ({"structured_outputs": {"json": "true"}}, GrammarSpec("json_schema", "true", "structured_outputs")),
         ({"structured_outputs": {"regex": "a+"}}, GrammarSpec("regex", "a+", "structured_outputs")),
         (
             {"structured_outputs": {"choice": ["a", 'b"\\\n']}},
@@ -62,6 +67,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
     ({"structured_outputs": {"choice": ["a"] * 2000}}, "structured_outputs.choice"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"enum": ["\\ud800"]}'}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"title": "\\udc00", "type": "null"}'}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"type": "null", "type": "string"}'}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"const": NaN}'}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"const": 1e999}'}}, "structured_outputs"),
+    ({"structured_outputs": {"json": '{"type": "null"} {}'}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "[" * 9999}}, "structured_outputs"),
     ({"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
     (
@@ -136,6 +148,9 @@ BAD: list[Any] = [
     {"allOf": 3},
     {"type": "integer", "anyOf": [{"minimum": 5}]},
     {"$ref": "#/$defs/n", "minimum": 5},
+    {"$ref": "https://example.org/schema"},
+    {"$ref": "#n"},
+    {"$ref": 5},
 ]
 
 

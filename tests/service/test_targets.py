@@ -87,6 +87,15 @@ def test_a_disk_that_is_full_in_the_end_is_told(tmp_path: Path) -> None:
         (["bench", "--prompts", "/nowhere/prompts"], "--prompts /nowhere/prompts: "),
         (["bench", "--batch-sizes", "4,4"], "--batch-sizes 4,4: 4 is there twice"),
         (["bench", "--batch-sizes", "4,²"], "--batch-sizes 4,²: must be integers"),
+        (
+            ["bench", "--max-model-len", "80", "--max-tokens", "50"],
+            "--max-tokens 50: behind a prompt of 64 tokens that is 114, --max-model-len is 80",
+        ),
+        (["bench", "--max-model-len", "32"], "--max-tokens 128: "),
+        (
+            ["bench", "--max-num-seqs", "2", "--batch-sizes", "1,4"],
+            "--batch-sizes 4: at most --max-num-seqs 2 requests",
+        ),
         (["serve", "--audit-rate", "1.5"], "--audit-rate=1.5: "),
         (["serve", "--nan-bundle-dir", "/proc/b"], "--nan-bundle-dir /proc/b: "),
     ],

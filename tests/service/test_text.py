@@ -45,6 +45,23 @@ def test_bad_tokenizer_config_is_refused(tmp_path: Path, config: str, message: s
         Tokenizer.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("chat_template.jinja", b"{{ \xff }}", r"chat_template\.jinja is not UTF-8: .* in position 3"),
+        ("tokenizer_config.json", b'{"\xff": 1}', r"tokenizer_config\.json is not UTF-8"),
+        ("tokenizer_config.json", b"[" * 100_000, r"tokenizer_config\.json is not valid JSON"),
+    ],
+)
+def test_files_beside_the_tokenizer_that_cannot_be_read_are_refused_by_name(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    write_tokenizer(tmp_path, byte_tokenizer(300))
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Tokenizer.from_directory(tmp_path)
+
+
 def test_unknown_decoder_is_refused() -> None:
     backend = RustTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     backend.decoder = decoders.WordPiece()

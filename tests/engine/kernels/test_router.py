@@ -18,9 +18,9 @@ GROUPED = v3_config(
     n_routed_experts=32, num_experts_per_tok=8, n_group=8, topk_group=4, hidden_size=320, moe_layer_freq=1
 )
 SMALL = v3_config(n_routed_experts=8, num_experts_per_tok=2, n_group=1, topk_group=1, hidden_size=96)
-UNEVEN = v2_config(
-    topk_method="group_limited_greedy", n_routed_experts=20, n_group=4, topk_group=3, num_experts_per_tok=5,
-    hidden_size=130, norm_topk_prob=True, routed_scaling_factor=16.0,
+UNEVEN = v3_config(
+    scoring_func="softmax", topk_method="group_limited_greedy", n_routed_experts=20, n_group=4, topk_group=3,
+    num_experts_per_tok=5, hidden_size=130, norm_topk_prob=True, routed_scaling_factor=16.0,
 )  # fmt: skip
 SHAPES = {"lite": LITE, "grouped": GROUPED, "small": SMALL, "uneven": UNEVEN}
 

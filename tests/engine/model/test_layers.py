@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from engine.config import parse_config
 from engine.model import half
-from engine.model.half import FEW_ROWS, MAX_ERROR, HalfWeight, is_exact
+from engine.model.half import FEW_ROWS, HalfWeight, column_scale, is_exact, pack
 from engine.model.layers import HeadProjection, Projection, RmsNorm
 from engine.model.rope import RotaryTable, half_split_rows, rotate
 from tests.engine.model.support import CPU, load, relative_error
@@ -59,15 +59,46 @@ def test_half_split_rows_part_even_and_odd() -> None:
 @needs_half
 def test_half_weights_are_exact_for_bf16_values() -> None:
     weight = (0.05 * randn(96, 64)).bfloat16().float()
-    assert is_exact(weight) and is_exact(weight * 2**-8)
+    assert is_exact(weight)
     assert not is_exact(0.05 * randn(96, 64))
     assert not is_exact(torch.full((2, 2), 1e6)) and not is_exact(torch.full((2, 2), torch.nan))
-    tiny = torch.full((2, 2), 1.0000001e-7)
-    assert is_exact(tiny) and (tiny - tiny.half().float()).abs().max() <= MAX_ERROR
     packed = HalfWeight(weight)
     for rows in (1, 3, FEW_ROWS, FEW_ROWS + 1, 50):
         x = randn(rows, 64, seed=rows)
         assert relative_error(packed(x), x.double() @ weight.double().T) < 1e-6
+
+
+def sizes_of(kind: str, rows: int, columns: int) -> Tensor:
+    """Factors of a matrix's values, by which a model can spread them without being another model."""
+    down, along = torch.logspace(0, -12, rows)[:, None], torch.logspace(0, -12, columns)
+    return {"matrix": torch.tensor(1e-12), "rows": down, "columns": along, "both": down * along}[kind]
+
+
+@needs_half
+@pytest.mark.parametrize("kind", ["matrix", "rows", "columns", "both"])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS + 1])
+def test_small_weights_are_packed_without_loss_or_not_at_all(kind: str, rows: int) -> None:
+    """Each output is compared with its own size, for activations that make every column count alike."""
+    sizes = sizes_of(kind, 96, 64)
+    weight = (0.05 * randn(96, 64)).bfloat16().float() * torch.exp2(sizes.log2().round())
+    x = randn(rows, 64, seed=1)
+    if kind in ("columns", "both"):
+        x = x / torch.logspace(0, -12, 64)
+    assert not is_exact(weight)
+    packed = pack(weight)
+    assert (packed is None) == (kind in ("rows", "both")), "only a row's own scale would hold what is left"
+    product = x @ weight.T if packed is None else packed(x)
+    expected = x.double() @ weight.double().T
+    size = x.double().abs() @ weight.double().abs().T
+    assert ((product - expected).abs() / size).max() < 1e-6
+
+
+def test_a_scale_is_exact_whatever_a_columns_size() -> None:
+    weight = torch.tensor([[0.0, 1.0, -3e38, 2.0**-126, 0.1], [0.0, 0.5, 1.0, 0.0, 70000.0]])
+    scale = column_scale(weight)
+    scaled = weight * scale
+    assert torch.equal(scaled / scale, weight) and torch.equal(scale, torch.exp2(scale.log2().round()))
+    assert scaled.abs().amax(dim=0).tolist()[:2] == [0.0, 16384.0] and scaled.abs().max() < 2**15
 
 
 @needs_half

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.model import loader
+from engine.model import loader, plan
 from engine.model.check import inspect_checkpoint
 from engine.model.quant import dequantise
 from engine.model.reader import INDEX, CheckpointReader
@@ -228,6 +228,35 @@ def test_fp8_scales_are_checked(tmp_path: Path) -> None:
     edit(path, lambda t: t.update({name: original}))
     assert json.loads((path / "config.json").read_text())["quantization_config"] == FP8_CONFIG
     load(path)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.gate.e_score_correction_bias"])
+def test_refused_fp8_vector(tmp_path: Path, name: str) -> None:
+    def quantise(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(1)
+
+    refuse(edit(build_f2(tmp_path, fp8=True), quantise), name, "FP8", "only matrices")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "held"),
+    [("num_hidden_layers", 100_000, "4 layers"), ("n_routed_experts", 100_000, "72 tensors")],
+)
+def test_refused_counts_that_the_files_do_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: int, held: str
+) -> None:
+    """Before a module is made: that many would take all memory, and for ever."""
+    monkeypatch.setattr(plan, "Decoder", lambda *_, **__: pytest.fail("a module before the refusal"))
+    path = build_f2(tmp_path)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | {key: value}))
+    refuse(path, f"{key}={value}", held)
+
+
+def test_experts_that_no_layer_has_are_not_missed(tmp_path: Path) -> None:
+    raw = v3_config(first_k_dense_replace=3, num_nextn_predict_layers=0)
+    load(build_f2(tmp_path, raw))
 
 
 def test_report_counts(tmp_path: Path) -> None:

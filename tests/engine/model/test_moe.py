@@ -96,7 +96,7 @@ def test_e5_moe_equals_the_formula(
     [
         v2_config(),
         v2_config(topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0),
-        v2_config(norm_topk_prob=True, routed_scaling_factor=2.5),
+        v3_config(scoring_func="softmax", topk_method="greedy", routed_scaling_factor=2.5),
         v3_config(n_group=2, topk_group=1, num_experts_per_tok=3),
         v3_config(n_group=1, topk_group=1),
         v3_config(scoring_func="softmax"),
@@ -111,6 +111,26 @@ def test_e5_routing_families_equal_the_formula(tmp_path: Path, raw: Config) -> N
         x = inputs(rows)
         expected = reference_moe(config, tensors, "model.layers.1.mlp", x.double())
         assert relative_error(moe(x, torch.zeros_like(x)), expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "dtype"),
+    [(66, 24, torch.float32), (64, 30, torch.float32), (68, 24, torch.bfloat16), (64, 20, torch.bfloat16)],
+)
+def test_rows_that_no_grouped_product_takes(
+    tmp_path: Path, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    """Sizes whose rows are no multiple of 16 bytes, for few rows and for many."""
+    path = build_f2(tmp_path, v3_config(hidden_size=hidden, moe_intermediate_size=inner))
+    _, model = load(path, dtype=dtype)
+    moe = model.decoder.layers[1].mlp
+    assert isinstance(moe, Moe) and moe.gate_up is not None and moe.down is not None
+    for rows in (1, BAG_ROWS, BAG_ROWS + 1, 40):
+        x = inputs(rows, hidden).to(dtype)
+        chosen, weights = moe.router(x)
+        expected = moe._all_experts(x, chosen, weights.to(dtype), moe.gate_up, moe.down)
+        error = relative_error(moe(x, torch.zeros_like(x)), expected)
+        assert error < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
 def test_every_product_gives_the_same(tmp_path: Path) -> None:
