@@ -169,7 +169,7 @@ def test_a_fault_of_a_prefill_is_looked_for_in_a_prefill(f3: F1, tmp_path: Path)
         "embedding",
         2,
     )
-    assert report.prefill.flags == ["PREFILL_NAN"]
+    assert report.prefill.flags == ["DRAFT_NAN", "PREFILL_NAN"]
     assert {row.phase for row in report.places} >= {"prefill", "prefill extend", "prefill draft 1"}
 
 

@@ -75,6 +75,15 @@ def rows_of(plain: PlainOps, count: int) -> Rows:
     return plain.load(torch.arange(count, device="cuda"), None, (64,) * count, FULL, K + 1)
 
 
+def check_alike(found: Tensor, expected: Tensor) -> None:
+    """Distributions ``[R, V]`` are equal up to rounding, which may move top_p's end by one token: the least kept."""
+    for one, other in zip(found, expected, strict=True):
+        apart = (one > 0) != (other > 0)
+        kept = torch.maximum(one, other)
+        assert int(apart.sum()) <= 1 and bool((kept[apart] <= 1.001 * kept[kept > 0].min()).all())
+        torch.testing.assert_close(one[~apart], other[~apart], rtol=1e-4, atol=2e-6)
+
+
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("kind", ["flat", "peaked"])
 @pytest.mark.parametrize("name", EACH)
@@ -96,9 +105,7 @@ def test_teams_of_every_size_decide_as_the_plain_operators(name: str, kind: str,
         known, probs, _ = plain.propose(rows, one, found.seq_len, expected.history, 0)
         assert token.equal(known) and probs is not None
         sampled = state.floats[:count, 0] > 0
-        drawn_from = state.draft_probs[:count, 0]
-        torch.testing.assert_close(drawn_from[sampled], probs[sampled], rtol=1e-4, atol=2e-6)
-        assert (drawn_from > 0)[sampled].equal((probs > 0)[sampled])
+        check_alike(state.draft_probs[:count, 0][sampled], probs[sampled])
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
