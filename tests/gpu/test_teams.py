@@ -76,7 +76,7 @@ def rows_of(plain: PlainOps, count: int) -> Rows:
 
 
 def check_alike(found: Tensor, expected: Tensor) -> None:
-    """Distributions ``[R, V]`` are equal up to rounding, which may move top_p's end by one token: the least kept."""
+    """Distributions ``[R, V]`` are equal up to rounding, which may move top_p's end by one token, the least."""
     for one, other in zip(found, expected, strict=True):
         apart = (one > 0) != (other > 0)
         kept = torch.maximum(one, other)
