@@ -46,7 +46,7 @@ ENGINE_COUNTS: dict[str, EngineCount] = {
     "nan_guard_rows_checked": EngineCount("Rows checked for NaN and infinity; per row.", ("phase",)),
     "nan_guard_trips": EngineCount(
         "Steps of a request whose logits or hidden states held a NaN or an infinity, or a token outside of the "
-        "vocabulary (oov); per request and step.",
+        "vocabulary (oov); per request and step, the steps of a rescue itself left out.",
         ("phase", "kind"),
         (*product(("prefill", "verify", "draft"), ("nan", "inf")), ("verify", "oov")),
     ),
