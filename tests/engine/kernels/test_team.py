@@ -25,7 +25,7 @@ step = pytest.importorskip("engine.kernels.step", reason="Triton is not installe
 team = pytest.importorskip("engine.kernels.team", reason="Triton is not installed")
 crew = pytest.importorskip("tests.engine.kernels.crew", reason="Triton is not installed")
 
-MEMBERS = 8
+MEMBERS = 4
 
 
 @pytest.fixture
