@@ -12,7 +12,7 @@ from engine.build import assemble, max_captured_prefill
 from engine.config import ModelConfig
 from engine.errors import ConfigError
 from engine.kv.pool import pool_bytes_per_token
-from engine.memory import free_bytes
+from engine.memory import check_fits
 from engine.model.loader import LoadedModel
 from engine.options import AttentionBackend, Device, EngineOptions, Graphs
 from engine.resolve import Resolved, resolve
@@ -156,10 +156,4 @@ def check_memory(plan: BenchPlan, preset: str, config: ModelConfig, resolved: Re
     num_pages = plan.options(preset, resolved.num_speculative_tokens).num_kv_pages or 0
     row_bytes = pool_bytes_per_token(config.num_hidden_layers + 1, config.latent_dim, resolved.dtype)
     needed = weight_bytes(config, resolved.dtype) + num_pages * PAGE_SIZE * row_bytes
-    free = free_bytes(resolved.device)
-    if needed > free:
-        dtype = str(resolved.dtype).removeprefix("torch.")
-        raise ConfigError(
-            f"--preset {preset}: weights and KV pool take {needed / 1e9:.1f} GB in {dtype}, {resolved.device} has "
-            f"{free / 1e9:.1f} GB free"
-        )
+    check_fits(f"--preset {preset}: weights and KV pool take", needed, resolved.device, resolved.dtype)

@@ -42,7 +42,7 @@ def check_pool(options: EngineOptions, config: ModelConfig, resolved: Resolved) 
     if options.num_kv_pages is not None:
         beside = HOST_PAGE_BYTES if resolved.device.type == "cpu" else 0
         needed = options.num_kv_pages * (page_bytes(resolved, config) + beside)
-        check_fits(f"num_kv_pages={options.num_kv_pages}: the KV pool", needed, resolved.device)
+        check_fits(f"num_kv_pages={options.num_kv_pages}: the KV pool takes", needed, resolved.device)
 
 
 def pages_within(
@@ -74,7 +74,7 @@ def longest_context(options: EngineOptions, config: ModelConfig, resolved: Resol
     longest = reachable(limit, most_pages, options, resolved)
     name = "max_position_embeddings" if options.max_model_len is None else "max_model_len"
     needed = table_bytes(config.qk_rope_head_dim, longest + resolved.overrun)
-    check_fits(f"{name}={limit}: the rotary table of {longest} positions", needed, torch.device("cpu"))
+    check_fits(f"{name}={limit}: the rotary table of {longest} positions takes", needed, torch.device("cpu"))
     return longest
 
 

@@ -43,7 +43,7 @@ class Suspicion:
     """What a rebuilt request's next step has to find out."""
 
     graph: GraphKey | None
-    """What was replayed when it tripped: the step, or its prefill if that was at fault."""
+    """What was replayed when it tripped: the step, or what ran before its first one if that was at fault."""
     capture: object
     """The capture itself: whoever replaced it since has dealt with its fault."""
     contract: bool
@@ -105,7 +105,8 @@ class Ladder:
         return [delta for result, record in found for delta in self._trip(result, record, graph)]
 
     def _faulty_prefill(self, result: RowResult | PrefillResult) -> PrefillRecord | None:
-        """The uniform prefill that is at fault, if one is. What is told at once was ragged."""
+        """The uniform prefill, or draft phase behind it, that is at fault, if one is. What is told at once was
+        ragged."""
         return None if isinstance(result, PrefillResult) else self._runner.faulty_prefill(result.sequence)
 
     def _report(self, graph: GraphKey | None, fields: list[str]) -> None:

@@ -18,18 +18,20 @@ _CGROUP_LIMITS: Final = (
 """Of versions 2 and 1, as a container sees its own."""
 
 
-def check_fits(what: str, num_bytes: int, device: torch.device) -> None:
+def check_fits(what: str, num_bytes: int, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Refuse what needs more memory than ``device`` has left.
 
     Args:
-        what: The setting at fault and what it makes, to begin the message with.
+        what: The setting at fault and what it makes, up to the verb, to begin the message with.
+        dtype: To be named, where the size follows from it.
 
     Raises:
         ConfigError: It does not fit.
     """
     free = free_bytes(device)
     if num_bytes > free:
-        raise ConfigError(f"{what} takes {num_bytes / 1e9:.1f} GB, {device} has {free / 1e9:.1f} GB free")
+        held = "" if dtype is None else f" in {str(dtype).removeprefix('torch.')}"
+        raise ConfigError(f"{what} {num_bytes / 1e9:.1f} GB{held}, {device} has {free / 1e9:.1f} GB free")
 
 
 def free_bytes(device: torch.device) -> int:

@@ -266,16 +266,22 @@ class Runner:
         hidden = draft_hidden.index_select(0, stage(last_rows[done], torch.int64, self._device))
         max_lens = tuple(self._reach(spans[place][1]) for place in done)
         variant = choose_variant([sequence.request.params for sequence in sequences])
-        flags, run = self._draft_first(sequences, max_lens, variant, hidden)
+        slots = self._slots(sequences)
+        flags, run = self._draft_first(sequences, slots, max_lens, variant, hidden)
         # Told by the slots' first steps, also if the replay took others for them
         raised = flags & int(CONTRACT)
-        self.state.core[self._slots(sequences), FLAGS] |= raised
+        self.state.core[slots, FLAGS] |= raised
         record = PrefillRecord(run, fetch(raised))
         for place, sequence in enumerate(sequences):
             self._prefilled_by[_slot(sequence)].append((record, place))
 
     def _draft_first(
-        self, sequences: Seq[Sequence], max_lens: tuple[int, ...], variant: Variant, hidden: Tensor
+        self,
+        sequences: Seq[Sequence],
+        slots: Tensor,
+        max_lens: tuple[int, ...],
+        variant: Variant,
+        hidden: Tensor,
     ) -> tuple[Tensor, UniformRun]:
         """The draft phase behind prefills: the flags ``[B]`` that it raised, and how it ran."""
         reason: ForwardReason = self._eager_reason
@@ -289,7 +295,7 @@ class Runner:
                 return flags, UniformRun(key, self.graphs.capture_of(key))
             reason = out
         self._count("draft", reason)
-        return self.step.begin(self._slots(sequences), max_lens, variant, hidden), UniformRun(None, None)
+        return self.step.begin(slots, max_lens, variant, hidden), UniformRun(None, None)
 
     @torch.inference_mode()
     def warm_up(self, prefill_tokens: int) -> None:

@@ -11,7 +11,7 @@ import triton.language as tl
 from engine.kernels.argmax import LAST, draft_flags, run_flags, token_of
 from engine.kernels.jit import await_previous, jit_function, jit_varying
 from engine.kernels.rng import random_bits, unit
-from engine.kernels.team import column, disband, exchanged, posted, team_of
+from engine.kernels.team import LOW, column, disband, exchanged, posted, team_of
 from engine.kernels.threshold import STAGES
 from engine.kernels.weigh import FIGURES, KEYS, look, temperature_of
 from engine.rng import Purpose, purpose_offset
@@ -23,7 +23,6 @@ _TOKEN = tl.constexpr(purpose_offset(Purpose.TOKEN))
 _DRAFT = tl.constexpr(purpose_offset(Purpose.DRAFT))
 _UNITS = tl.constexpr(float(1 << 40))
 """What a probability of 1 weighs in a draw."""
-_LOW = tl.constexpr(0xFFFFFFFF)
 
 
 @jit_function
@@ -82,7 +81,7 @@ def _of_all(amount: tl.tensor, team: tl.tuple, turn: tl.tensor, members: tl.cons
         mine = posted(0, amount.to(tl.int32))
         mine += posted(1, (amount >> 32).to(tl.int32))
         found, turn = exchanged(team, turn, mine, members)
-        each = (column(found, 1).to(tl.int64) << 32) | (column(found, 0).to(tl.int64) & _LOW)
+        each = (column(found, 1).to(tl.int64) << 32) | (column(found, 0).to(tl.int64) & LOW)
     return each, turn
 
 

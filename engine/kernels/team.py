@@ -26,7 +26,8 @@ SIZES = (32, 16, 8)
 one program, which searches in its registers."""
 FIELDS = tl.constexpr(8)
 """Words of a posting."""
-_LOW = tl.constexpr(0xFFFFFFFF)
+LOW = tl.constexpr(0xFFFFFFFF)
+"""The lower half of a word."""
 
 
 def team_size(rows: int, processors: int) -> int:
@@ -83,7 +84,7 @@ def exchanged(team: tl.tuple, turn: tl.tensor, found: tl.tensor, members: tl.con
     board, rank = team
     board += (turn & 1) * (members * FIELDS)
     field = tl.arange(0, FIELDS)
-    word = (turn << 32) | (found.to(tl.int64) & _LOW)
+    word = (turn << 32) | (found.to(tl.int64) & LOW)
     tl.atomic_xchg(board + rank * FIELDS + field, word, sem="relaxed")
     place = tl.arange(0, members)[:, None] * FIELDS + field[None, :]
     own = (turn << 32) >> 32

@@ -60,7 +60,7 @@ def _pivots(low: tl.tensor, high: tl.tensor, by_order: tl.tensor) -> tl.tensor:
 
 
 @jit_function
-def _weighed(
+def _from_pivots(
     values: tl.tensor,
     pivots: tl.tensor,
     top: tl.tensor,
@@ -153,7 +153,7 @@ def crossing(
     passes = 0
     while (from_low - from_high > left) & (high - low > 1):
         pivots = _pivots(low, high, passes >= _VALUE_PASSES)
-        number, weighs, turn = _weighed(values, pivots, top, team, turn, by_mass, span, chunk, members)
+        number, weighs, turn = _from_pivots(values, pivots, top, team, turn, by_mass, span, chunk, members)
         interval = low, high, from_low, from_high, weight, above
         low, high, from_low, from_high, weight, above = _cut(interval, pivots, number, weighs, target)
         passes += 1

@@ -198,7 +198,7 @@ def test_a_preset_larger_than_the_memory_is_refused_before_there_are_weights(
 
     for name in ("read_bandwidth", "random_model"):
         monkeypatch.setattr(f"service.commands.bench_gpu.{name}", work)
-    monkeypatch.setattr("engine.bench_plan.free_bytes", lambda device: 16 * 10**9)
+    monkeypatch.setattr("engine.memory.free_bytes", lambda device: 16 * 10**9)
     monkeypatch.setattr(sys, "argv", ["eyas", "bench", "gpu", "--device", "cpu", "--batch-sizes", "1"])
     with pytest.raises(SystemExit) as ended:
         main()

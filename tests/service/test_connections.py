@@ -24,7 +24,6 @@ from service.app import create_app
 from service.commands.serve import Server, _server_config
 from service.metrics import ServiceMetrics
 from service.settings import Settings
-from tests.engine.fake_engine import FACTORY
 from tests.service import test_serve
 from tests.service.fake_engine import FakeEngine
 from tests.service.harness import make_tokenizer, tokens_of, until
@@ -202,20 +201,10 @@ def test_connections_leave_a_reserve_of_descriptors(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[], test_serve.Server]]:
-    servers: list[test_serve.Server] = []
+def start(tmp_path: Path) -> Iterator[Callable[..., test_serve.Server]]:
     model = tmp_path / "fake"
     test_serve.write_tokenizer(model, test_serve.word_tokenizer(1000))
-
-    def start() -> test_serve.Server:
-        servers.append(test_serve.Server(model, FACTORY))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.client.close()
-        server.process.kill()
-        server.process.wait()
+    yield from test_serve.starting(model)
 
 
 def test_without_descriptors_the_log_is_not_flooded(start: Callable[[], test_serve.Server]) -> None:

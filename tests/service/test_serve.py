@@ -98,8 +98,8 @@ class Server:
         return self.process.wait(BOUND)
 
 
-@pytest.fixture
-def start(model: Path) -> Iterator[Callable[..., Server]]:
+def starting(model: Path) -> Iterator[Callable[..., Server]]:
+    """A fixture's body: starts servers of ``model``, which end with the test."""
     servers: list[Server] = []
 
     def start(factory: str = FACTORY, **options: Any) -> Server:
@@ -111,6 +111,11 @@ def start(model: Path) -> Iterator[Callable[..., Server]]:
         server.client.close()
         server.process.kill()
         server.process.wait()
+
+
+@pytest.fixture
+def start(model: Path) -> Iterator[Callable[..., Server]]:
+    yield from starting(model)
 
 
 def test_serve_answers_tells_what_it_resolved_and_ends_with_0(start: Callable[..., Server]):
